@@ -98,29 +98,36 @@ def product(x: Tensor, w: Tensor) -> Tensor:
 
 def mix_columns(product: Tensor, formula: expr.Expr | None) -> Tensor:
     """One column of columns n and N / 2 + n of a product [M, N] by a formula, if there is one."""
-    if formula is None:
-        return product
-    (found,) = evaluate_all([formula], product.chunk(2, 1), None)
+    return product if formula is None else _mix_halves(product.chunk(2, 1), formula)
+
+
+def _mix_halves(halves: Sequence[Tensor], formula: expr.Expr) -> Tensor:
+    (found,) = evaluate_all([formula], halves, None)
     return found
 
 
-MixedProduct = Callable[[Tensor, Tensor, expr.Expr], Tensor]
-"""Of x [rows, sums], w [columns, sums] and a formula: as mixed_product."""
+MixedProduct = Callable[[Tensor, Tensor, Tensor | None, expr.Expr], Tensor]
+"""Of x [rows, sums], w [columns, sums], the other weight or None, and a formula: as mixed_product.
+"""
 
 
-def mixed_product(x: Tensor, w: Tensor, formula: expr.Expr) -> Tensor:
-    """x W' with columns mixed, [rows, columns / 2]."""
-    return mix_columns(product(x, w), formula)
+def mixed_product(x: Tensor, w: Tensor, other: Tensor | None, formula: expr.Expr) -> Tensor:
+    """x W' with columns mixed, [rows, columns / 2]; or those of x W' and of x other', as many."""
+    if other is None:
+        return mix_columns(product(x, w), formula)
+    return _mix_halves((product(x, w), product(x, other)), formula)
 
 
 def compile_mixed(op: Op, multiply: MixedProduct) -> OpFunction:
     """An op of kind fused_linear; `multiply` does the work."""
     formula, num_rows = expr.parse(str(op.attr("expr"))), len(op.writes[0].dims) - 1
+    is_one = op.reads[1].tensor == op.reads[2].tensor
 
     def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        x, w, _ = operands
+        x, upper, lower = operands
         rows, num_sums = x.shape[:num_rows], math.prod(x.shape[num_rows:])
-        found = multiply(x.reshape(-1, num_sums), w.reshape(-1, num_sums), formula)
+        w, other = (each.reshape(-1, num_sums) for each in (upper, lower))
+        found = multiply(x.reshape(-1, num_sums), w, None if is_one else other, formula)
         return (found.view(*rows, -1),)
 
     return run

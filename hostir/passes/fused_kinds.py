@@ -5,8 +5,8 @@ fused_pointwise: `exprs` over its reads, one a write, in `dtypes`. fused_norm: a
 writes the result and the sum.
 fused_heads: heads of a row normalised, rotated, kept in a tensor or appended to a cache, for up to
 MAX_PARTS tensors of heads; see fuse_heads.py. fused_linear: `expr` of a0 and a1, products of x with
-a row of the weight and with the one half of all rows behind it; reads x, the weight's upper and its
-lower half. Next: fuse.py.
+a row of one weight and of another of its shape, or with a row of a weight and the one half of all
+rows behind it; reads x and both weights, or the upper and the lower half of the one. Next: fuse.py.
 """
 
 from distmega.program import expr

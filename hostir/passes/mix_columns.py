@@ -1,9 +1,10 @@
-"""Lets a product make one column of two: a gate and what it opens, multiplied by joined weights.
+"""Lets a product make one column of two: a gate and what it opens.
 
 Comes in: a body of lower.py, after fuse.py. Where a pointwise op stands directly behind a product
 and its two operands are the left and the right half of its columns, which nobody else reads, goes
 out: a fused_linear, or a FusedMatmul that gathers, which writes the pointwise op's result; the
-product itself is nowhere. Next: passes.py.
+product itself is nowhere. So it is where it stands behind two products of one x, which are its two
+operands. Next: passes.py.
 """
 
 from collections import Counter
@@ -52,6 +53,8 @@ def _mix(
     """The product that `node` is made part of, what it no longer needs taken from `above`; or the
     node.
     """
+    if (paired := _pair(above, node.op, buffers, uses)) is not None:
+        return paired
     views: list[Op] = []
     at = len(above) - 1
     while at >= 0 and (isinstance(above[at], Allocate) or _view(above[at]) is not None):
@@ -68,6 +71,77 @@ def _mix(
     before = [x for x in above[:at] if not (isinstance(x, Allocate) and x.buffer == gone)]
     above[:] = [*before, *(x for x in above[at + 1 :] if _view(x) is None)]
     return found
+
+
+def _pair(
+    above: list[Node], op: Op, buffers: Mapping[str, Tensor], uses: Mapping[str, int]
+) -> LibraryOp | None:
+    """The op that does two products of one x and what `op` makes of both; they and what allocates
+    their results are taken from `above`. None where they do not stand there.
+    """
+    names = [access.tensor for access in op.reads]
+    if not kind_of(op).is_elementwise or len({*names}) != 2 or not _is_plain(op, buffers):
+        return None
+    found: dict[str, int] = {}
+    at = len(above) - 1
+    while at >= 0 and len(found) < 2:
+        node = above[at]
+        if isinstance(node, LibraryOp) and _is_product(node.op):
+            found[node.op.writes[0].tensor] = at
+        elif not isinstance(node, Allocate):
+            return None
+        at -= 1
+    trees, result = op_exprs(op), op.writes[0].tensor
+    alone = all(buffers[each].role == "temp" and uses[each] == 2 for each in names)
+    types = {buffers[each].dtype for each in (*names, result)}
+    if found.keys() != {*names} or len(trees) != 1 or not alone or len(types) > 1:
+        return None
+    first, second = (_op_at(above, found[each]) for each in names)
+    (x, upper), (other_x, lower) = first.reads, second.reads
+    shapes = {buffers[each.tensor].shape for each in (upper, lower)}
+    if x.tensor != other_x.tensor or len(shapes) > 1 or upper.tensor == lower.tensor:
+        return None
+    gone = {*found.values()}
+    above[:] = [
+        node
+        for position, node in enumerate(above)
+        if position not in gone and not (isinstance(node, Allocate) and node.buffer in found)
+    ]
+    reads = [x, upper, replace(upper, tensor=lower.tensor)]
+    made = replace(first.writes[0], tensor=result)
+    made_op = make_op(result, "fused_linear", first.axes, reads, [made], expr=str(trees[0]))
+    return LibraryOp(op=made_op)
+
+
+def _op_at(body: Sequence[Node], at: int) -> Op:
+    node = body[at]
+    assert isinstance(node, LibraryOp), "products are"
+    return node.op
+
+
+def _is_plain(op: Op, buffers: Mapping[str, Tensor]) -> bool:
+    """Whether an op goes through its operands and results alike, an axis a dim."""
+    whole = {tuple(index.axes for index in access.dims) for access in accesses(op)}
+    shapes = {buffers[access.tensor].shape for access in accesses(op)}
+    return len(whole) == 1 and len(shapes) == 1 and all(map(_is_single, accesses(op)))
+
+
+def _is_single(access: Access) -> bool:
+    """Whether each dim is one axis, from its begin on."""
+    return all(index == Index(axes=index.axes) and len(index.axes) == 1 for index in access.dims)
+
+
+def _is_product(op: Op) -> bool:
+    """Whether an op is x [rows, sums] times w [columns, sums], each of any number of dims but for
+    the columns.
+    """
+    if op.kind != "linear" or len(op.reads) != 2:
+        return False
+    (x, w), (out,) = op.reads, op.writes
+    if not all(map(_is_single, (x, w, out))) or len(out.dims) < 2:
+        return False
+    rows, columns = out.dims[:-1], out.dims[-1:]
+    return x.dims == (*rows, *w.dims[1:]) and w.dims[:1] == columns
 
 
 def _view(node: Node) -> Op | None:
@@ -95,16 +169,9 @@ def _product_of(
     halves = [_half(shown[each], name, buffers) for each in names]
     if halves not in ([0, 1], [1, 0]) or len(trees) != 1 or buffers[name].role != "temp":
         return None
-    whole = [tuple(index.axes for index in access.dims) for access in accesses(op)]
-    extents = [buffers[access.tensor].shape for access in accesses(op)]
-    plain = all(
-        index == Index(axes=index.axes) and len(index.axes) == 1
-        for access in accesses(op)
-        for index in access.dims
-    )
     alone = uses[name] == 3 and all(uses[each] == 2 for each in names)
     types = {buffers[each].dtype for each in (name, result)}
-    if not plain or len({*whole}) > 1 or len({*extents}) > 1 or not alone or len(types) > 1:
+    if not _is_plain(op, buffers) or not alone or len(types) > 1:
         return None
     formula = trees[0] if halves == [0, 1] else _swapped(trees[0])
     if isinstance(node, FusedMatmul):
@@ -144,20 +211,10 @@ def _mixed_linear(
     op: Op, result: str, formula: expr.Expr, buffers: Mapping[str, Tensor]
 ) -> Op | None:
     """The op of kind fused_linear for a plain product x [rows, sums] times w [columns, sums]."""
-    if op.kind != "linear" or len(op.reads) != 2:
+    if not _is_product(op):
         return None
     (x, w), (out,) = op.reads, op.writes
-    single = all(
-        index == Index(axes=index.axes) and len(index.axes) == 1
-        for access in (x, w, out)
-        for index in access.dims
-    )
-    rows = [index.axes[0] for index in out.dims[:-1]] if single else []
-    column = out.dims[-1].axes[0] if single else ""
-    sums = [index.axes[0] for index in w.dims[1:]] if single else []
-    of_x = [index.axes[0] for index in x.dims] if single else []
-    if not single or of_x != [*rows, *sums] or w.dims[0].axes != (column,) or not rows:
-        return None
+    column = out.dims[-1].axes[0]
     half = buffers[result].shape[-1]
     axes = [replace(a, extent=half) if a.name == column else a for a in op.axes]
     upper = Access(tensor=w.tensor, dims=w.dims)

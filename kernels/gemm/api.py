@@ -9,6 +9,7 @@ matmul and the communicator's collective. All ranks of a team make the same call
 Next: overlap.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -40,16 +41,22 @@ from distmega.sharding.overlap.products import Collective, Extents
 
 
 def matmul(
-    a: Tensor, b: Tensor, *, out: Tensor | None = None, mixes: str | Expr | None = None
+    a: Tensor,
+    b: Tensor,
+    *,
+    out: Tensor | None = None,
+    mixes: str | Expr | None = None,
+    other: Tensor | None = None,
 ) -> Tensor:
     """A B^T, [M, N] for a [M, K] and b [N, K], into `out` if given. ProgramError if shapes do not
     fit.
 
     mixes: an expression of a0 and a1, columns n and N / 2 + n of the product, which is column n of
     the result, [M, N / 2]: silu(a0) * a1 of a gate's weight above another.
+    other: where the two lie apart, the second of them; both are [N / 2, K] then.
     """
-    formula = _check(a, b, mixes)
-    shape = (a.shape[0], b.shape[0] // (1 if formula is None else 2))
+    formula = _check(a, b, mixes, other)
+    shape = (a.shape[0], b.shape[0] // (1 if formula is None or other is not None else 2))
     if out is not None and (out.shape != shape or out.dtype != a.dtype):
         raise ProgramError(
             f"out of shape {list(out.shape)} and type {out.dtype}",
@@ -58,26 +65,38 @@ def matmul(
         )
     tiles = None
     if _on_hopper(a):
-        choose = choose_tiles if formula is None else choose_mixed_tiles
-        tiles = choose(_extents(a, b), rates_of(built_in(a.device.index)))
+        rates = rates_of(built_in(a.device.index))
+        if formula is None:
+            tiles = choose_tiles(_extents(a, b), rates)
+        else:
+            extents = replace(_extents(a, b), columns=2 * shape[1])
+            tiles = choose_mixed_tiles(extents, rates, apart=other is not None)
     if tiles is None or not (out is None or late.start.can_store(out)):
         if formula is None:
             return torch.mm(a, b.T, out=out)
-        found = mix_columns(torch.mm(a, b.T), formula)
+        if other is None:
+            found = mix_columns(torch.mm(a, b.T), formula)
+        else:
+            found = mix_halves((torch.mm(a, b.T), torch.mm(a, other.T)), formula)
         return found if out is None else out.copy_(found)
     start = late.start
     result = a.new_empty(shape) if out is None else out
     with torch.cuda.device(a.device):
-        spec = start.plain_spec(tiles, formula)
-        start.launch_matmul(start.aligned(a), start.aligned(b), result, spec, tiles.group)
+        spec = start.plain_spec(tiles, formula, apart=other is not None)
+        below = None if other is None else start.aligned(other)
+        operands = start.aligned(a), start.aligned(b), result
+        start.launch_matmul(*operands, spec, tiles.group, other=below)
     return result
 
 
 def mix_columns(product: Tensor, formula: Expr | None) -> Tensor:
     """One column of columns n and N / 2 + n of a product [M, N] by a formula, if there is one."""
-    if formula is None:
-        return product
-    (found,) = pointwise_results([formula], product.chunk(2, 1))
+    return product if formula is None else mix_halves(product.chunk(2, 1), formula)
+
+
+def mix_halves(halves: Sequence[Tensor], formula: Expr) -> Tensor:
+    """A formula of two halves of a product."""
+    (found,) = pointwise_results([formula], halves)
     return found
 
 
@@ -193,7 +212,9 @@ def matmul_all_reduce(
     return result
 
 
-def _check(a: Tensor, b: Tensor, mixes: str | Expr | None = None) -> Expr | None:
+def _check(
+    a: Tensor, b: Tensor, mixes: str | Expr | None = None, other: Tensor | None = None
+) -> Expr | None:
     """The formula by which columns are mixed, if any; ProgramError for what does not fit."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ProgramError(
@@ -207,10 +228,18 @@ def _check(a: Tensor, b: Tensor, mixes: str | Expr | None = None) -> Expr | None
             expected="one type and device",
             remedy="convert or move one",
         )
+    if other is not None and (
+        mixes is None or (other.shape, other.dtype, other.device) != (b.shape, b.dtype, b.device)
+    ):
+        raise ProgramError(
+            f"a second weight of shape {list(other.shape)} and type {other.dtype}",
+            expected=f"{list(b.shape)} of {b.dtype}, and `mixes`",
+            remedy="give both weights the same shape, and say what is made of their products",
+        )
     if mixes is None:
         return None
     formula = formula_of((mixes,)).exprs[0]
-    if b.shape[0] % 2 or num_args(formula) > 2:
+    if (other is None and b.shape[0] % 2) or num_args(formula) > 2:
         raise ProgramError(
             f"{mixes} of {b.shape[0]} columns",
             expected="an even number of columns and an expression of a0 and a1",

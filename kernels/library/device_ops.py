@@ -90,7 +90,9 @@ class KernelOps:
         if op.kind == "kv_append" and has_triton():
             return lambda xs: (late.append(xs[-1], *xs[:-1]),)
         if op.kind == "fused_linear":
-            return compile_mixed(op, lambda x, w, formula: matmul(x, w, mixes=formula))
+            return compile_mixed(
+                op, lambda x, w, other, formula: matmul(x, w, mixes=formula, other=other)
+            )
         if op.kind == FUSED and has_triton():
             return compile_heads(op, lambda *given: late.move_heads(*given))
         if op.kind == "attention" and _is_packed_uncapped(op) and has_triton():

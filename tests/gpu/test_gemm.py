@@ -71,6 +71,22 @@ def test_two_columns_become_one(rows, columns, depth, tile_n, formula):
     assert torch.equal(out, exact.bfloat16())
 
 
+@pytest.mark.parametrize("tile_n", list(STAGES))
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth"), [(1, 8, 64), (300, 392, 200), (64, 4096, 2048)]
+)
+def test_two_weights_become_one_column(rows, columns, depth, tile_n):
+    a, *weights = (integers(n, depth, seed=seed) for seed, n in enumerate((rows, columns, columns)))
+    out = torch.full((rows, columns), float("nan"), device="cuda", dtype=torch.bfloat16)
+    tiles = Tiles(tile_n=tile_n, stages=STAGES[tile_n])
+    spec = launch.plain_spec(tiles, parse("a0 - 2 * a1"), apart=True)
+    launch.launch_matmul(a, weights[0], out, spec, 8, other=weights[1])
+    left, right = (a.float() @ w.float().T for w in weights)
+    assert torch.equal(out, (left - 2 * right).bfloat16())
+    found = matmul(a, weights[0], mixes="a0 - 2 * a1", other=weights[1])
+    torch.testing.assert_close(found, out, rtol=0.02, atol=0.1)
+
+
 @pytest.mark.parametrize("rows", [64, 2048, 7168])
 def test_gates_are_nearer_to_exact_ones_than_a_product_and_a_formula(rows: int):
     torch.manual_seed(0)

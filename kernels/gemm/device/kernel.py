@@ -83,7 +83,7 @@ def load_partials(partials, it, row, left, grid, helped, memory, ring, spec: gl.
 
 
 @gluon.jit
-def load_tiles(a, own, b, partials, k_tiles, grid, helpers, arrival_rows, memory, ring,
+def load_tiles(a, own, b, other, partials, k_tiles, grid, helpers, arrival_rows, memory, ring,
                spec: gl.constexpr):  # fmt: skip
     """The loader's partition, of one warp. Arguments are those of matmul_kernel."""
     rank = grid.rank
@@ -119,7 +119,10 @@ def load_tiles(a, own, b, partials, k_tiles, grid, helpers, arrival_rows, memory
             if spec.is_mixed:
                 upper, lower = ring.b.index(2 * slot), ring.b.index(2 * slot + 1)
                 tma_load(b, [column * spec.columns, left], bar, upper)
-                tma_load(b, [(grid.columns + column) * spec.columns, left], bar, lower)
+                if spec.apart:
+                    tma_load(other, [column * spec.columns, left], bar, lower)
+                else:
+                    tma_load(b, [(grid.columns + column) * spec.columns, left], bar, lower)
             else:
                 tma_load(b, [column * spec.tile_n, left], bar, ring.b.index(slot))
             it += 1
@@ -339,18 +342,19 @@ def compute_tiles(out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving
 
 
 @gluon.jit(do_not_specialize=EXTENTS)
-def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, rank, group, lag,
-                  part, arrival_rows, late, column_blocks, num_helpers, given, fewer, memory,
+def matmul_kernel(a, own, b, other, out, home, partials, k_tiles, chunk_rows, columns, rank, group,
+                  lag, part, arrival_rows, late, column_blocks, num_helpers, given, fewer, memory,
                   spec: gl.constexpr):  # fmt: skip
     """Of local memory, in blocks of 64 columns, descriptors: a, bf16 [M, K]; own, bf16 [M /
     num_ranks, K], this rank's rows where it gathers; b, bf16 [N, K], in blocks of spec.columns
-    rows; all
-    read alone. out, bf16 [M, N], or this rank's rows where it scatters, written. home: this rank's
-    symmetric buffer, bf16 [2 M, N], written, by peers too; partials: the same in blocks of tile_n
-    columns, read. It has first a slot of M / num_ranks rows of partial results for each source
-    rank, then M rows of results; this rank's own slot is for tiles that programs help with. Where
-    the kernel gathers, home and partials are [2 * 128 * tiles of the last wave, tile_n], for what
-    helpers compute of each, rounded, and then what rounding leaves.
+    rows; all read alone. Where spec.apart, b and other, in such blocks too, are the upper and the
+    lower half of N / 2 rows; else other is None. out, bf16 [M, N], or this rank's rows where it
+    scatters, written. home: this rank's symmetric buffer, bf16 [2 M, N], written, by peers too;
+    partials: the same in blocks of tile_n columns, read. It has first a slot of M / num_ranks rows
+    of partial results for each source rank, then M rows of results; this rank's own slot is for
+    tiles that programs help with. Where the kernel gathers, home and partials are [2 * 128 * tiles
+    of the last wave, tile_n], for what helpers compute of each, rounded, and then what rounding
+    leaves.
 
     k_tiles: slices of 64 along K. chunk_rows, columns, rank, group, lag, part: see TileGrid.
     arrival_rows: rows of A that a word of memory.arrivals stands for. late, column_blocks: see
@@ -383,8 +387,8 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
                                  0, spec)),
                 (compute_tiles, (out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving1,
                                  1, spec)),
-                (load_tiles, (a, own, b, partials, k_tiles, grid, helpers, arrival_rows, memory,
-                              loaded, spec)),
+                (load_tiles, (a, own, b, other, partials, k_tiles, grid, helpers, arrival_rows,
+                              memory, loaded, spec)),
             ],
             [4, 1],
             [240, 24],
@@ -396,8 +400,8 @@ def matmul_kernel(a, own, b, out, home, partials, k_tiles, chunk_rows, columns, 
                                  0, spec)),
                 (compute_tiles, (out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving1,
                                  1, spec)),
-                (load_tiles, (a, own, b, partials, k_tiles, grid, helpers, arrival_rows, memory,
-                              loaded, spec)),
+                (load_tiles, (a, own, b, other, partials, k_tiles, grid, helpers, arrival_rows,
+                              memory, loaded, spec)),
                 (count_tiles, (k_tiles, grid, helpers, memory, sends, boxes, spec)),
             ],
             [4, 1, 1],

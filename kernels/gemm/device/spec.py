@@ -27,8 +27,8 @@ class MatmulSpec:
     without peers. gathers: rows of A but this rank's arrive while the kernel runs. sends: "" for a
     local result; "scatter": the rows of another rank go to it, those of this rank are summed over
     ranks; "all": these sums go to all ranks. mixes: of columns n and N / 2 + n of the product, a0
-    and a1, one column n of the result; N is a multiple of tile_n then, and nothing is sent. debug:
-    waits are bounded.
+    and a1, one column n of the result; nothing is sent then, and N is a multiple of tile_n, unless
+    `apart`: both halves of the columns are of a weight of their own. debug: waits are bounded.
     """
 
     tile_n: int
@@ -37,6 +37,7 @@ class MatmulSpec:
     gathers: bool = False
     sends: str = ""
     mixes: Expr | None = None
+    apart: bool = False
     debug: bool = False
 
     @property

@@ -59,9 +59,9 @@ def can_store(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
-def plain_spec(tiles: Tiles, mixes: Expr | None = None) -> MatmulSpec:
+def plain_spec(tiles: Tiles, mixes: Expr | None = None, *, apart: bool = False) -> MatmulSpec:
     """The kernel without peers."""
-    return MatmulSpec(tile_n=tiles.tile_n, stages=tiles.stages, mixes=mixes)
+    return MatmulSpec(tile_n=tiles.tile_n, stages=tiles.stages, mixes=mixes, apart=apart)
 
 
 @cache
@@ -87,20 +87,21 @@ def launch_matmul(
     group: int,
     peering: Peering | None = None,
     stuck: Tensor | None = None,
+    other: Tensor | None = None,
 ) -> None:
     """Starts the kernel on the current stream.
 
-    a [M, K], b [N, K], out [M, N] or this rank's rows of it, [M, N / 2] if columns are mixed;
-    group: rows of tiles crossed together; stuck: int32 [1], zero, in a debug build. With peers
-    M / num_ranks is a multiple of 128 and, where it sends, group a divisor of a rank's rows of
-    tiles.
+    a [M, K], b [N, K], out [M, N] or this rank's rows of it, [M, N / 2] if columns are mixed; with
+    spec.apart b and other [N / 2, K]; group: rows of tiles crossed together; stuck: int32 [1],
+    zero, in a debug build. With peers M / num_ranks is a multiple of 128 and, where it sends, group
+    a divisor of a rank's rows of tiles.
     """
     index = a.device.index
     with_peers = peering or _without_peers(index)
     home = out if with_peers.home is None else with_peers.home
     a_blocks = _blocks(a, HALF_M.value)
     own = a_blocks if with_peers.own is None else _blocks(with_peers.own, HALF_M.value)
-    rows, columns = a.shape[0], b.shape[0]
+    rows, columns = a.shape[0], b.shape[0] * (1 if other is None else 2)
     chunk_rows = -(-rows // (spec.num_ranks * TILE_M.value))
     tile_columns = -(-columns // spec.tile_n)
     num_programs = min(num_sms(index), chunk_rows * tile_columns * spec.num_ranks)
@@ -116,6 +117,7 @@ def launch_matmul(
         a_blocks,
         own,
         _blocks(b, spec.columns),
+        None if other is None else _blocks(other, spec.columns),
         _blocks(out, HALF_M.value),
         _blocks(home, HALF_M.value),
         _blocks(home, HALF_M.value, spec.tile_n),

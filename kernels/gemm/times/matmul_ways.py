@@ -40,7 +40,7 @@ ALIGNED = 8
 STAGES = {256: 4, 128: 6}
 """Slots of the ring by columns of a tile: what fits into shared memory."""
 MIXED_COLUMNS = max(STAGES)
-"""A product has a multiple of them where its kernel makes one column of two."""
+"""A product has a multiple of them where its kernel makes one column of two of one weight."""
 LIBRARY_LEAD = 1.05
 """How much longer than cuBLAS the kernel took for such products, 1.04, and some doubt; both are
 predicted alike where they are bound by arithmetic.
@@ -113,17 +113,25 @@ def choose_tiles(extents: Extents, rates: OverlapRates) -> Tiles | None:
     return tiles if ours <= library_us(extents, rates) else None
 
 
-def choose_mixed_tiles(extents: Extents, rates: OverlapRates) -> Tiles | None:
+def choose_mixed_tiles(
+    extents: Extents, rates: OverlapRates, *, apart: bool = False
+) -> Tiles | None:
     """As choose_tiles, where the library's matmul is followed by a kernel that makes one column of
-    two, and this one does so itself; columns are those of the product.
+    two, and this one does so itself; columns are those of the product. apart: of two weights, for
+    which the library has a matmul each.
     """
-    if extents.depth % ALIGNED or extents.columns % MIXED_COLUMNS:
+    if extents.depth % ALIGNED or extents.columns % (2 * ALIGNED if apart else MIXED_COLUMNS):
         return None
     tiles = best_tiles(extents, rates)
     num_bytes = extents.item_bytes * extents.rows * extents.columns * 1.5
     mixing_us = num_bytes / rates.memory_bytes_per_us
     ours = kernel_us(extents, tiles.tile_n, rates) * LIBRARY_LEAD
-    return tiles if ours <= library_us(extents, rates) + mixing_us else None
+    if apart:
+        half = replace(extents, columns=extents.columns // 2)
+        library = 2 * library_us(half, rates) + rates.launch_us
+    else:
+        library = library_us(extents, rates)
+    return tiles if ours <= library + mixing_us else None
 
 
 def sent_bytes(collective: Collective, extents: Extents) -> int:

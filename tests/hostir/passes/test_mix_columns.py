@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.programs import gated_mlp
 from distmega.engine.decode_plan import lower_decode, lower_prefill, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.errors import VerifyError
@@ -83,6 +84,48 @@ def test_halves_of_a_product_become_one_column(expression: str, turned: bool):
 )
 def test_other_parts_stay_as_they_are(program: Program):
     assert check(program)[:2] == ["linear product", "pointwise y"]
+
+
+def pair(
+    expression: str = "silu(a0) * a1",
+    *,
+    width: int = 6,
+    other_x: bool = False,
+    seen: str = "",
+    between: bool = False,
+) -> Program:
+    """Two products of one x and a formula of these. other_x: of two. seen: one that is read twice.
+    between: a third product stands between them.
+    """
+    p = ProgramBuilder("pair")
+    x, z = p.input("x", (2, 5, 8)), p.input("z", (2, 5, 8))
+    gate = p.linear(x, p.weight("gate_w", (6, 8)), name="gate")
+    others = [gate] if seen == "gate" else []
+    if between:
+        others.append(p.linear(z, p.weight("third_w", (6, 8)), name="third"))
+    up = p.linear(z if other_x else x, p.weight("up_w", (width, 8)), name="up")
+    turned = up if width == 6 else p.slice(up, 2, 0, 6, name="cut")
+    y = p.pointwise(expression, gate, turned, name="y")
+    out = p.linear(y, p.weight("v", (3, 6)), name="out")
+    return p.build(out, *others)
+
+
+@pytest.mark.parametrize("expression", ["silu(a0) * a1", "a0 - 2 * a1", "gelu(a1) * a0 + 1"])
+def test_two_products_of_one_x_become_one_column(expression: str):
+    assert check(pair(expression)) == ["fused_linear y", "linear out"]
+    program = gated_mlp(5, 2, 16, 24).program
+    host = lowered(program)
+    kinds = [step.split()[0] for step in steps(host) if not step.startswith("view")]
+    assert kinds.count("fused_linear") == 2
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pair(other_x=True), pair(seen="gate"), pair(between=True), pair(width=7)],
+    ids=["of two x", "one is an output", "work between", "of other widths"],
+)
+def test_other_products_stay_as_they_are(program: Program):
+    assert "linear gate" in check(program)
 
 
 def test_a_prompts_gate_opens_in_its_product():

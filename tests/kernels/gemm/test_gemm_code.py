@@ -24,6 +24,8 @@ def code_of(tile_n: int = 256, **options: object) -> Machine:
         "b": descriptor("bf16", (spec.columns, 64)),
         "partials": descriptor("bf16", (64, tile_n)),
     }
+    if spec.apart:
+        types["other"] = types["b"]
     types |= dict.fromkeys(EXTENTS, "i32")
     types["memory"] = MatmulMemory(
         arrivals="*i32", counts="*i32", buffers="*i64", words="*i64", stuck="*i32"
@@ -81,6 +83,17 @@ def test_mixing(tile_n, gathers):
     )
     assert count(code, "ex2.approx") == tile_n // 2, "one for each result of a thread"
     if not gathers:
+        assert count(code, "cp.async.bulk.tensor", "mbarrier::complete_tx") == 4
+
+
+def test_mixing_two_weights():
+    """The second half of a slice comes by a descriptor of its own; nothing else is another."""
+    formula = parse("silu(a0) * a1")
+    one, two = (code_of(mixes=formula, apart=apart) for apart in (False, True))
+    check_products(two, 256)
+    assert two.stack_bytes == 0
+    for code, descriptors in ((one, 6), (two, 7)):
+        assert count(code, ".param", ".align 64 .b8") == descriptors
         assert count(code, "cp.async.bulk.tensor", "mbarrier::complete_tx") == 4
 
 

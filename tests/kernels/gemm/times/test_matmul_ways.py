@@ -62,6 +62,16 @@ def test_a_formula_in_the_product_saves_what_follows_it():
     assert choose_mixed_tiles(replace(many, rows=1), H200_RATES) is None
 
 
+@pytest.mark.parametrize("rows", [64, 256, 1024])
+def test_two_weights_gain_more_than_one(rows: int):
+    """The library starts a kernel for each of them, and one for the formula."""
+    extents = Extents(rows=rows, columns=8192, depth=2048)
+    assert choose_mixed_tiles(extents, H200_RATES, apart=True) is not None
+    odd = replace(extents, columns=8192 + 16)
+    assert choose_mixed_tiles(odd, H200_RATES, apart=True) is not None
+    assert choose_mixed_tiles(odd, H200_RATES) is None
+
+
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("rows", [4096, 8192, 16384])
