@@ -189,8 +189,8 @@ def matmul_all_reduce(
 ) -> Tensor:
     """The sum over ranks of A B^T, [M, N]; a [M, K], b [N, K] are each rank's own.
 
-    borrow: the result may lie in memory that the second next overlapped call on the axis
-    overwrites, which saves copying it. overlap, workspace, ProgramError: as all_gather_matmul.
+    borrow: the result may lie in memory that the second next call on the axis overwrites, which
+    saves copying it. overlap, workspace, ProgramError: as all_gather_matmul.
     """
     _check(a, b)
     extents = _extents(a, b, comm.mesh.size(axis))
@@ -199,6 +199,8 @@ def matmul_all_reduce(
         workspace = _workspace(workspace, comm, axis, 4 * a.shape[0] * b.shape[0])
         if choice.means == "peer":
             result = late.peer_collectives.matmul_all_reduce(a, b, workspace)
+            sizes = extents.rows, extents.columns, extents.num_ranks
+            borrow |= late.peer_collectives.is_pushed(*sizes)
         else:
             a, b = late.start.aligned(a), late.start.aligned(b)
             result = late.overlap.matmul_all_reduce(a, b, workspace, choice)

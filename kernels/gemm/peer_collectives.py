@@ -2,9 +2,12 @@
 to start than NCCL's.
 
 In: bf16 operands, a Workspace. Out: results of this rank. All-gather and reduce-scatter are copies
-by copy engines, each followed by an event word that the receiver's stream waits for; all-reduce is
-torch's, which sums parts on their ranks and shares them. Next: api.py.
+by copy engines, each followed by an event word that the receiver's stream waits for; all-reduce
+pushes flagged words where these are few (hopper/all_reduce.py), else it is torch's, which sums
+parts on their ranks and shares them. Next: api.py.
 """
+
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,8 +16,15 @@ from torch import Tensor
 
 from distmega.kernels.gemm.overlap import gather_rows
 from distmega.kernels.gemm.workspace import Workspace
+from distmega.kernels.hopper.all_reduce import PushedAllReduce
 from distmega.kernels.pipelined.api import pointwise
 from distmega.kernels.runtime.streams.stream_ops import copy_bytes, write_word
+
+PUSHED_BYTES = 2**20
+"""Most that a rank pushes to the others together, flags not counted."""
+LONGEST_WAIT_S = 86400.0
+
+_reducers: WeakKeyDictionary[Workspace, dict[int, PushedAllReduce]] = WeakKeyDictionary()
 
 
 def all_gather(own: Tensor, workspace: Workspace) -> Tensor:
@@ -54,14 +64,40 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
 
 
 def matmul_all_reduce(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
-    """The sum over ranks of A B^T, [M, N], the same bits on all ranks, until the second call after
-    this; a [M, K], b [N, K], 8 num_ranks dividing N. By NCCL in memory that torch's op can't use.
+    """The sum over ranks of A B^T, [M, N], the same bits on all ranks; a [M, K], b [N, K], 8
+    num_ranks dividing N. Unless is_pushed, until the second call after this, and by NCCL in memory
+    that torch's op can't use.
     """
+    if is_pushed(a.shape[0], b.shape[0], workspace.num_ranks):
+        partial = torch.mm(a, b.T)
+        found = torch.empty_like(partial)
+        _reducer(workspace, partial.numel())(partial.view(-1), found.view(-1))
+        return found
     workspace.begin()
     total = workspace.buffer((a.shape[0], b.shape[0]), a.dtype)
     torch.mm(a, b.T, out=total)
     sum_symmetric(total, workspace)
     return total
+
+
+def is_pushed(rows: int, columns: int, num_ranks: int) -> bool:
+    """Whether a sum of [rows, columns] is pushed, into memory of its own: quicker than torch's of
+    up to 1 MB over two ranks, 256 KB over four (bench/collectives.py).
+    """
+    return 2 * rows * columns * (num_ranks - 1) <= PUSHED_BYTES
+
+
+def _reducer(workspace: Workspace, num_elements: int) -> PushedAllReduce:
+    """Sums of so many elements; the first call for them opens their memory, on all ranks and in no
+    capture. For a rank that does not come it waits as long as torch's would: that is told by the
+    deadline of its caller.
+    """
+    known = _reducers.setdefault(workspace, {})
+    if num_elements not in known:
+        known[num_elements] = PushedAllReduce(
+            workspace.team, num_elements, timeout_s=LONGEST_WAIT_S
+        )
+    return known[num_elements]
 
 
 def sum_symmetric(total: Tensor, workspace: Workspace) -> None:

@@ -19,7 +19,7 @@ from distmega.errors import RequestError
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm.times.tile_times import NUM_WORDS
 from distmega.kernels.runtime.streams.stream_ops import wait_word, write_word, write_words
-from distmega.kernels.runtime.symmetric import open_symmetric
+from distmega.kernels.runtime.symmetric import Team, open_symmetric
 
 WORD_BYTES = 4
 ALIGNMENT_BYTES = 256
@@ -32,7 +32,7 @@ class Workspace:
     """Two symmetric buffers of `symmetric_bytes` in every rank's memory. All ranks make it together
     and use it in the same order, each on one stream at a time.
 
-    stream: for copies to peers. group: of the ranks, for torch's own ops.
+    team: the ranks. stream: for copies to peers. group: of the ranks, for torch's own ops.
     """
 
     def __init__(self, comm: NcclCommunicator, axis: str, symmetric_bytes: int) -> None:
@@ -42,6 +42,7 @@ class Workspace:
         self._queued = False
         """Whether `stream` has work that no settled stream follows yet."""
         self._at_words = TURNS * self.symmetric_bytes
+        self.team = Team(comm=comm, axis=axis)
         size = comm.mesh.size(axis)
         self._turn_bytes = size * NUM_WORDS * WORD_BYTES
         num_bytes = self._at_words + TURNS * self._turn_bytes

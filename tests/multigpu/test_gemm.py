@@ -179,7 +179,7 @@ def exchange_by_peer_memory(comm: NcclCommunicator) -> None:
     """Collectives of choices "peer", call after call of different sizes."""
     size, rank = comm.mesh.num_ranks, comm.rank
     shared = workspace_of(comm, "tp", 2**24)
-    for rows in (3, 64, 3, 128):
+    for rows in (3, 64, 3, 128, 1500):
         parts = [operands(r, rows * size, 384, 64, rows) for r in range(size)]
         a, b = parts[rank]
         found = late.peer_collectives.all_gather(a, shared)

@@ -7,6 +7,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
+from distmega.errors import ProgramError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.gemm import api, late
 from distmega.kernels.gemm.times.matmul_ways import MatmulChoice
@@ -34,6 +35,33 @@ def test_a_matmul_starts_its_kernel(monkeypatch: pytest.MonkeyPatch):
     assert call.args[1] is B
     assert call.args[2] is out
     assert call.args[4] == TILES.group
+
+
+def test_two_weights_go_to_one_kernel(monkeypatch: pytest.MonkeyPatch):
+    start = create_autospec(late.start.launch_matmul)
+    monkeypatch.setattr(late.start, "launch_matmul", start)
+    monkeypatch.setattr(api, "_on_hopper", lambda x: True)
+    monkeypatch.setattr(api, "built_in", lambda index: H200)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    a, b = torch.ones(512, 2048, dtype=torch.bfloat16), torch.ones(4096, 2048, dtype=torch.bfloat16)
+    other = b.clone()
+    out = api.matmul(a, b, mixes="silu(a0) * a1", other=other)
+    assert out.shape == (512, 4096)
+    (call,) = start.call_args_list
+    assert call.args[1] is b
+    assert call.kwargs["other"] is other
+    assert call.args[3].apart
+    with pytest.raises(ProgramError, match=r"a second weight of shape \[4095, 2048\]"):
+        api.matmul(a, b, mixes="a0 + a1", other=other[:4095])
+
+
+def test_sums_of_few_rows_are_pushed_to_few_ranks():
+    is_pushed = late.peer_collectives.is_pushed
+    assert is_pushed(64, 2048, 2)
+    assert is_pushed(256, 2048, 2)
+    assert not is_pushed(264, 2048, 2)
+    assert is_pushed(64, 2048, 4)
+    assert not is_pushed(256, 2048, 4)
 
 
 @pytest.mark.parametrize("means", ["tiles", "peer"])
