@@ -115,6 +115,7 @@ class Engine:
         self.eos_ids = frozenset(source.config.eos_ids)
         """Tokens that end a sequence."""
         self._logits = logits
+        self._expert_tiles = options.expert_tiles
         self._method = joint_method(sampling)
         self._sampling = _fill_up(sampling, options.batch)
         self._num_cached = [0] * options.batch
@@ -568,7 +569,8 @@ class Engine:
         if not proven:
             self._prove(host)
         rules = self.decode_plan.staged.rules
-        ops = KernelOps(rules=rules) if self.device.type == "cuda" else None
+        groups = self._expert_tiles
+        ops = KernelOps(rules=rules, groups=groups) if self.device.type == "cuda" else None
         matmuls = PeerMatmuls(self.comm) if isinstance(self.comm, NcclCommunicator) else None
         return Evaluator(host, self.comm, kernels, str(self.device), ops=ops, matmuls=matmuls)
 

@@ -32,6 +32,7 @@ MAX_LOGPROBS = 100
 Collectives = Literal["auto", "kernel", "host"]
 Events = Literal["overlap", "op"]
 Experts = Literal["auto", "tensor", "expert"]
+ExpertTiles = Literal["torch", "auto", "static", "drained"]
 FinishReason = Literal["length", "eos", "stop"]
 
 
@@ -85,6 +86,8 @@ class EngineOptions:
         events: A task waits for the tasks it overlaps, or for all of the op before (a slow
             baseline).
         experts: How ranks share experts out: a part of each, whole ones, or whichever costs less.
+        expert_tiles: Experts of prompts on a GPU, one by one by torch, or in tiles that SMs find on
+            the device, by fixed queues, one after the other as they get free, or as costs say.
     """
 
     max_context: int = 0
@@ -97,6 +100,7 @@ class EngineOptions:
     collectives: Collectives = "auto"
     events: Events = "overlap"
     experts: Experts = "auto"
+    expert_tiles: ExpertTiles = "torch"
 
     def __post_init__(self) -> None:
         _require("max_context", self.max_context, 0)
@@ -108,6 +112,7 @@ class EngineOptions:
         _require_one_of("collectives", self.collectives, get_args(Collectives))
         _require_one_of("events", self.events, get_args(Events))
         _require_one_of("experts", self.experts, get_args(Experts))
+        _require_one_of("expert_tiles", self.expert_tiles, get_args(ExpertTiles))
         in_range = type(self.timeout_s) in (int, float) and 0 < self.timeout_s <= MAX_SECONDS
         if not in_range:
             raise RequestError(
