@@ -65,8 +65,8 @@ class TileReference:
         tile = self._tile(op, task)
         if any(not part and op.axis(name).role == "parallel" for name, part in tile.items()):
             return
-        for name, part in tile.items():
-            if not part and op.axis(name).combine in ("max", "min"):
+        for name, used in tile.items():
+            if not used and op.axis(name).combine in ("max", "min"):
                 raise ProgramError(
                     f"the {op.axis(name).combine} along axis {name!r} of op {op.name!r}, of which"
                     " nothing is in use",
@@ -79,14 +79,14 @@ class TileReference:
             operands[-1] = operands[-1].clone()
         if kind_of(op).counts_rows:
             narrowed = {}
-            rows = tile.get(op.reads[0].dims[0].axes[0])
-            if rows is not None and len(operands) == 1:
-                operands.append(torch.tensor([len(rows)], dtype=torch.int32))
+            rows = op.reads[0].dims[0].axes[0]
+            if rows in tile and len(operands) == 1:
+                operands.append(torch.tensor([len(tile[rows])], dtype=torch.int32))
         for position, read in enumerate(op.reads):
             for dim, index in enumerate(read.dims):
-                part = narrowed.get(index.axes[0]) if index.axes else None
-                if part is not None:
-                    operands[position] = operands[position].narrow(dim, part.start, len(part))
+                cut = narrowed.get(index.axes[0]) if index.axes else None
+                if cut is not None:
+                    operands[position] = operands[position].narrow(dim, cut.start, len(cut))
         axes = (
             replace(axis, extent=len(narrowed[axis.name])) if axis.name in narrowed else axis
             for axis in op.axes

@@ -76,7 +76,7 @@ class KernelOps:
         """As library.compile_op."""
         if op.kind == FUSED_GRAPH:
             return compile_graph(op, self.rules)
-        if self._multiplies_groups(op):
+        if self.groups != "torch" and self._multiplies_groups(op):
             multiply = partial(late.grouped_linear, schedule=self.groups)
             return compile_grouped_linear(op, coordinate, multiply)
         if grouped_index(op) is not None:
