@@ -26,22 +26,22 @@ from distmega.kernels.hopper.batch_plan.words import (
 from distmega.kernels.hopper.diagnosis import Report, explain_batch_hang
 from distmega.kernels.hopper.plan.words import WORDS
 from distmega.kernels.machines import H200
-from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh
 from tests.kernels.hopper.one_row.test_decode_code import SPILLED_BYTES, LoneTeam
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import bare_signals, plain_spins
+from tests.kernels.short_models import NUM_LAYERS, short_model
 from tests.kernels.sm90 import SHARED_BYTES, Machine
 
 CASES = [("smollm2-135m", 2), ("llama-3.2-1b", 4), ("qwen3-8b", 2), ("llama-3-70b", 8)]
-TEAMS = [*CASES[:-1], pytest.param(CASES[-1], marks=pytest.mark.nightly)]
+TEAMS = [*CASES[:-1], pytest.param(("llama-3-70b whole", 8), marks=pytest.mark.nightly)]
 COMPILED = [("llama-3.2-1b", 2), ("qwen3-8b", 4)]
 
 
 def decode_plan(name: str, tp: int, batch: int = BATCH, **more: object) -> DecodePlan:
     options = EngineOptions(max_context=256, batch=batch)
-    plan = plan_decode(PRESETS[name], DeviceMesh(tp=tp), H200, options, **more)
-    return lower_decode(PRESETS[name], plan, options, peer_memory=True, **more)
+    plan = plan_decode(short_model(name), DeviceMesh(tp=tp), H200, options, **more)
+    return lower_decode(short_model(name), plan, options, peer_memory=True, **more)
 
 
 @cache
@@ -102,7 +102,7 @@ def test_the_vocabulary_is_shared_whole_and_once(name: str, tp: int):
         assert (one.first_column, one.num_columns) == (0, queues.hidden)
         assert queues.logit_rows == one.num_tokens == queues.vocab
         last += queues.logit_rows
-    assert last == PRESETS[name].vocab
+    assert last == short_model(name).vocab
 
 
 def test_every_rank_pushes_each_word_of_a_sum_once(team: list[BatchQueues]):
@@ -219,12 +219,12 @@ def test_who_owes_the_likeliest_tokens_is_named():
     best = queues.buffers[0].first
     text = explain(best + 3 * 2 * BATCH, 1, 4, rank=1)
     assert "rank 1, SM 4 (instruction 0, embedded" in text
-    assert "owed by rank 3, SM 0, behind instruction 81, logits" in text
+    assert f"owed by rank 3, SM 0, behind instruction {5 * NUM_LAYERS + 1}, logits" in text
 
 
 def test_an_event_of_one_of_several_ranks():
     number = 5 * 1 + 5
-    text = explain(number - 1, 82 * 7 + number + 1, 2, rank=3)
+    text = explain(number - 1, (5 * NUM_LAYERS + 2) * 7 + number + 1, 2, rank=3)
     assert f"rank 3: instruction {number}, layers.1.ffn_sum waited 60 s for event" in text
     assert f"(instruction {number - 1}, layers.1.ffn_mixed)" in text
     assert "owed by rank 3, by 2 of 132 SMs" in text

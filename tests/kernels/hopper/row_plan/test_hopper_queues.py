@@ -31,8 +31,15 @@ from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import GREEDY, Method
 from tests.kernels.kinds import kind_of, of_kind
+from tests.kernels.short_models import NUM_LAYERS, short_model
 
-SUPPORTED = ("smollm2-135m", "llama-3.2-1b", "qwen3-0.6b", "qwen3-8b")
+SUPPORTED = (
+    "smollm2-135m",
+    "llama-3.2-1b",
+    "qwen3-0.6b",
+    "qwen3-8b",
+    pytest.param("qwen3-8b whole", marks=pytest.mark.nightly),
+)
 
 
 OPS = ({"qkv"}, {"attention", "combine"}, {"residual"}, {"gated"}, {"residual"})
@@ -66,7 +73,7 @@ def rows_read(task: RowLinear) -> list[int]:
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_every_weight_row_is_read_once(name):
-    config = PRESETS[name]
+    config = short_model(name)
     program = build_decoder(config, 1, 256, dtype="bf16")
     columns = matrix_columns(program)
     queues = queues_of(config)
@@ -82,24 +89,24 @@ def test_every_weight_row_is_read_once(name):
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_sms_share_each_op_evenly(name):
-    queues = queues_of(PRESETS[name])
+    queues = queues_of(short_model(name))
     for kind in ("qkv", "residual", "gated"):
         units = [task.num_units for task in linears(queues, kind, 0)]
         step = 2 if kind == "gated" else 1
         by_matrix = max(units) - min(units)
         assert by_matrix <= step or kind == "residual"
-    head = linears(queues, "head", PRESETS[name].num_layers - 1)
+    head = linears(queues, "head", short_model(name).num_layers - 1)
     assert max(t.num_units for t in head) - min(t.num_units for t in head) <= 1
     assert len(head) == len(queues.queues)
 
 
 def test_every_head_has_its_splits_and_one_combine():
-    queues = queues_of(PRESETS["qwen3-0.6b"])
+    queues = queues_of(short_model("qwen3-0.6b"))
     found = [one for queue in queues.queues for one in queue]
     splits = [(o.generation, o.head, o.split) for o in found if isinstance(o, RowAttention)]
     shape = queues.attention
     assert shape is not None
-    num_layers = PRESETS["qwen3-0.6b"].num_layers
+    num_layers = short_model("qwen3-0.6b").num_layers
     max_splits = next(o.max_splits for o in found if isinstance(o, RowAttention))
     assert sorted(splits) == [
         (layer, head, split)
@@ -114,7 +121,7 @@ def test_every_head_has_its_splits_and_one_combine():
 
 
 def test_queues_are_in_program_order():
-    config = PRESETS["llama-3.2-1b"]
+    config = short_model("llama-3.2-1b")
     program = build_decoder(config, 1, 256, dtype="bf16")
     ring = {op.name: team_rank for team_rank, op in enumerate(program.ops)}
     for queue in queues_of(config).queues:
@@ -125,8 +132,8 @@ def test_queues_are_in_program_order():
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_draws_have_room_for_all_logits_of_an_sm(name):
-    greedy = queues_of(PRESETS[name])
-    queues = queues_of(PRESETS[name], method=Method(kind="limited", num_candidates=64))
+    greedy = queues_of(short_model(name))
+    queues = queues_of(short_model(name), method=Method(kind="limited", num_candidates=64))
     rows = []
     for queue in queues.queues:
         head, sample = queue[-2:]
@@ -145,7 +152,7 @@ def test_draws_have_room_for_all_logits_of_an_sm(name):
 
 
 def test_words_of_an_instruction():
-    task = linears(queues_of(PRESETS["llama-3.2-1b"]), "gated", 3)[7]
+    task = linears(queues_of(short_model("llama-3.2-1b")), "gated", 3)[7]
     words = pack(task)
     assert len(words) == WORDS
     assert {name: words[team_rank] for name, team_rank in FIELD_WORDS[RowLinear].items()} == {
@@ -175,13 +182,13 @@ def test_one_event_an_op_has_a_barrier_behind_each():
 
 
 def test_windows_and_parts_of_groups():
-    changes = {"windows": (64, 0) * 8, "num_heads": 36, "num_kv_heads": 2}
-    queues = queues_of(replace(PRESETS["llama-3.2-1b"], **changes))
+    changes = {"windows": (64, 0) * (NUM_LAYERS // 2), "num_heads": 36, "num_kv_heads": 2}
+    queues = queues_of(replace(short_model("llama-3.2-1b"), **changes))
     shape = queues.attention
     assert shape is not None
     assert (shape.group, shape.num_parts, shape.num_queries) == (18, 3, 6)
     tasks = [one for queue in queues.queues for one in queue if isinstance(one, RowAttention)]
-    for layer in range(16):
+    for layer in range(NUM_LAYERS):
         own = [one for one in tasks if one.generation == layer]
         assert {one.window for one in own} == {NO_WINDOW if layer % 2 else 64}
         for split in range(own[0].max_splits):
@@ -193,7 +200,7 @@ def test_windows_and_parts_of_groups():
 
 
 def test_the_last_part_of_a_group_overlaps_the_one_before():
-    queues = queues_of(replace(PRESETS["llama-3.2-1b"], num_heads=22, num_kv_heads=2))
+    queues = queues_of(replace(short_model("llama-3.2-1b"), num_heads=22, num_kv_heads=2))
     first = [one for queue in queues.queues for one in queue if isinstance(one, RowAttention)]
     ring = {(one.head, one.query0) for one in first}
     assert ring == {(0, 0), (0, 5), (1, 11), (1, 16)}
@@ -211,4 +218,4 @@ def test_the_last_part_of_a_group_overlaps_the_one_before():
 )
 def test_what_the_kernel_cannot_do_is_refused(changes, found):
     with pytest.raises(UnsupportedError, match=found):
-        queues_of(replace(PRESETS["llama-3.2-1b"], **changes))
+        queues_of(replace(short_model("llama-3.2-1b"), **changes))

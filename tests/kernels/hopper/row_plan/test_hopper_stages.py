@@ -12,15 +12,20 @@ from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import FROM_EMBEDDING, RowEmbed, RowLinear
 from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import H200
-from distmega.models.presets import PRESETS
 from tests.kernels.kinds import of_kind
+from tests.kernels.short_models import short_model
 
-CASES = [("smollm2-135m", 1, 2), ("llama-3.2-1b", 1, 4), ("qwen3-8b", 2, 2)]
+CASES = [
+    ("smollm2-135m", 1, 2),
+    ("llama-3.2-1b", 1, 4),
+    ("qwen3-8b", 2, 2),
+    pytest.param("qwen3-8b whole", 2, 2, marks=pytest.mark.nightly),
+]
 
 
 @cache
 def stage_queues(name: str, tp: int, pp: int, team_rank: int = 0) -> list[RowQueues]:
-    options, config = EngineOptions(max_context=256), PRESETS[name]
+    options, config = EngineOptions(max_context=256), short_model(name)
     found = []
     for index in range(pp):
         plan = plan_decode(config, model_mesh(tp, pp), H200, options, index=index)

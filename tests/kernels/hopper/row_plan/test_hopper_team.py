@@ -18,18 +18,18 @@ from distmega.kernels.tasks.fuse import (
     fuse_segment,
 )
 from distmega.models.config import ModelConfig
-from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh
 from tests.kernels.kinds import kind_of, of_kind
+from tests.kernels.short_models import short_model
 
 CASES = [("smollm2-135m", 2), ("llama-3.2-1b", 4), ("qwen3-8b", 2), ("llama-3-70b", 8)]
-TEAMS = [*CASES[:-1], pytest.param(CASES[-1], marks=pytest.mark.nightly)]
+TEAMS = [*CASES[:-1], pytest.param(("llama-3-70b whole", 8), marks=pytest.mark.nightly)]
 
 
 def decode_plan(name: str, tp: int, logits: str = "none") -> DecodePlan:
     options = EngineOptions(max_context=256)
-    plan = plan_decode(PRESETS[name], DeviceMesh(tp=tp), H200, options, logits)
-    return lower_decode(PRESETS[name], plan, options, peer_memory=True)
+    plan = plan_decode(short_model(name), DeviceMesh(tp=tp), H200, options, logits)
+    return lower_decode(short_model(name), plan, options, peer_memory=True)
 
 
 @cache
@@ -46,16 +46,18 @@ def team_queues(name: str, tp: int) -> list[RowQueues]:
 def team(request: pytest.FixtureRequest) -> tuple[ModelConfig, list[RowQueues]]:
     """A model and the queues of its ranks."""
     name, tp = request.param
-    return PRESETS[name], team_queues(name, tp)
+    return short_model(name), team_queues(name, tp)
 
 
-@pytest.mark.parametrize(("name", "tp"), CASES)
+@pytest.mark.parametrize(
+    ("name", "tp"), [*CASES, pytest.param("llama-3-70b whole", 8, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("logits", ["none", "last"])
 def test_collectives_become_part_of_what_they_follow(name, tp, logits):
     lowered = decode_plan(name, tp, logits)
     (segment,) = lowered.host.segments
     first, *rest, head = fuse_segment(segment)
-    config = PRESETS[name]
+    config = short_model(name)
     sums = [op for op in rest if isinstance(op, FusedContraction) and op.operands]
     assert isinstance(first, FusedEmbedding)
     assert isinstance(head, FusedChoice)

@@ -60,7 +60,7 @@ def test_one_sum_a_layer_takes_two_buffers_over_ranks(monkeypatch):
     alone, team = (queues_of_program(gated_mlp(), tp) for tp in (1, 2))
     assert not [buffer.name for buffer in alone.buffers if "#" in buffer.name]
     assert [buffer.name for buffer in team.buffers if buffer.name.endswith("#1")]
-    monkeypatch.setattr(builder, "_ways", lambda fused, placed, num_sms: [(num_sms, 1)])
+    monkeypatch.setattr(builder, "_ways", lambda fused, placed, num_sms: [(num_sms, 1, False)])
     with pytest.raises(UnsupportedError, match=r"overwrites word .* before .* has read it"):
         queues_of_program(gated_mlp(), 2)
 
