@@ -5,6 +5,8 @@ which the ranks of a team open together. The runner's module is loaded when it i
 the CPU path needs no triton. Next on the walk: hopper/one_row/runner.py.
 """
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor
 
@@ -33,17 +35,19 @@ def plan_hopper(
     device: torch.device,
     team: Team | None = None,
     mode: Mode = "overlap",
+    divided: Container[str] = (),
 ) -> Queues:
     """What a kernel for Hopper GPUs is to do on this rank, that of one row or that of several;
     UnsupportedError for a GPU or a segment that it can't do. team: the ranks that share it; nothing
-    is asked of them. mode: see build_queues; several rows have one event an op in either.
+    is asked of them. mode: see build_queues; several rows have one event an op in either. divided:
+    tensors of which each rank has another part.
     """
     team_rank, num_ranks = (team.team_rank, team.size) if team else (0, 1)
     all_sms = require_hopper(device)
     queues: Queues = (
-        build_batch_queues(segment, weights, states, all_sms, team_rank)
+        build_batch_queues(segment, weights, states, all_sms, team_rank, divided)
         if count_rows(segment) > 1
-        else build_queues(segment, weights, states, all_sms, team_rank, mode)
+        else build_queues(segment, weights, states, all_sms, team_rank, mode, divided=divided)
     )
     if queues.num_ranks != num_ranks:
         raise UnsupportedError(

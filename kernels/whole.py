@@ -133,13 +133,24 @@ def plan_whole(
     kernel = None
     if on_gpu:
         queues = plan_hopper(
-            segment, weights=layouts[0], states=layouts[1], device=device, team=_team(comm)
+            segment,
+            weights=layouts[0],
+            states=layouts[1],
+            device=device,
+            team=_team(comm),
+            divided=divided_tensors(local),
         )
     else:
         kernel = compile_megakernel(
             segment, comm.mesh, num_sms=CPU_SMS, weights=layouts[0], states=layouts[1]
         )
     return WholePlan(host=host, weights=layouts[0], states=layouts[1], queues=queues, kernel=kernel)
+
+
+def divided_tensors(local: Localized) -> frozenset[str]:
+    """Those of which each rank has another part."""
+    allocations = local.allocations.items()
+    return frozenset(name for name, found in allocations if any(dim.axes for dim in found.dims))
 
 
 def open_whole(plan: WholePlan, comm: Communicator, device: torch.device) -> WholeKernel:

@@ -31,7 +31,7 @@ step. No one overwrites logits that another still needs: the next step's come be
 to which each rank adds its part only once all of its own SMs are done with the sample.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,17 +113,22 @@ Maker = FusedContraction | FusedAttention | FusedPointwise | FusedGather
 
 
 def build_batch_queues(
-    segment: Program, weights: ArenaLayout, states: ArenaLayout, num_sms: int, team_rank: int = 0
+    segment: Program,
+    weights: ArenaLayout,
+    states: ArenaLayout,
+    num_sms: int,
+    team_rank: int = 0,
+    divided: Container[str] = (),
 ) -> BatchQueues:
-    """Queues for `num_sms` SMs of rank `team_rank` of its team. UnsupportedError where the
-    kernel can't do the segment.
+    """Queues for `num_sms` SMs of rank `team_rank` of its team. divided: tensors of which each rank
+    has another part. UnsupportedError where the kernel can't do the segment.
     """
     placed = Weights(segment, weights)
 
     def build(found: tuple[Fused, ...]) -> BatchQueues:
         fused = tuple(apart(found, segment.outputs))
         queues = _BatchBuilder(
-            segment, fused, placed, weights, states, min(num_sms, MAX_SMS), team_rank
+            segment, fused, placed, weights, states, min(num_sms, MAX_SMS), team_rank, divided
         ).build()
         hazard = find_batch_hazard(queues, fused)
         if hazard:
@@ -206,6 +211,7 @@ class _BatchBuilder:
     states: ArenaLayout
     num_sms: int
     team_rank: int
+    divided: Container[str]
     queues: list[list[BatchInstruction]] = field(default_factory=list)
     chunks: _Pool = field(default_factory=_Pool)
     numbers: _Pool = field(default_factory=_Pool)
@@ -236,8 +242,8 @@ class _BatchBuilder:
     wide_norms: bool = False
     num_ranks: int = 1
     shares_rows: bool = False
-    """Whether ranks add up the rows that come in: each has parts of a table; or it is an input, and
-    a step's only sum would follow on itself, with nothing heard in between.
+    """Whether ranks add up the rows that come in: they have parts of a table that others need; or
+    it is an input, and a step's only sum would follow on itself, with nothing heard in between.
     """
     embedding: FusedEmbedding | None = None
     choice: FusedChoice | None = None
@@ -333,8 +339,11 @@ class _BatchBuilder:
             for op in self.fused
             if isinstance(op, FusedContraction | FusedGather) and op.num_ranks > 1
         ]
-        is_alone = len(self.summed) == 1 and self.choice is None
-        self.shares_rows = self.num_ranks > 1 and (self.embedding is not None or is_alone)
+        is_alone = len(self.summed) == 1 and self.choice is None and self.embedding is None
+        if is_alone and self.entry in self.divided:
+            raise unfit(f"a sum over ranks alone, of input {self.entry!r} that they have parts of")
+        is_shared = self.embedding is not None and self.embedding.num_ranks > 1
+        self.shares_rows = self.num_ranks > 1 and (is_shared or is_alone)
         if self.shares_rows:
             self.summed.insert(0, self.elements(self.entry))
 

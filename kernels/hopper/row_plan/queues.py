@@ -20,7 +20,7 @@ where they lie is not. Slots lie one behind the other, as rows of the first prod
 of the last. Every SM that has tiles of theirs chooses for itself, from scores that all poll.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -139,10 +139,12 @@ def build_queues(
     team_rank: int = 0,
     mode: Mode = "overlap",
     guess_experts: bool | None = None,
+    divided: Container[str] = (),
 ) -> RowQueues:
     """Queues for at most `num_sms` SMs of rank `team_rank` of its team. mode "op": each
     fused op waits for all SMs to be done with the one before, as with one event an op; a baseline,
-    and an oracle for the results. UnsupportedError where the kernel can't do the segment.
+    and an oracle for the results. divided: tensors of which each rank has another part.
+    UnsupportedError where the kernel can't do the segment.
     """
 
     def build(plain: tuple[Fused, ...]) -> RowQueues:
@@ -152,7 +154,7 @@ def build_queues(
         hazard = ""
         for way in _ways(fused, placed, min(num_sms, MAX_SMS)):
             queues = _Builder(
-                segment, fused, weights, states, placed, *way, team_rank, mode
+                segment, fused, weights, states, placed, *way, team_rank, mode, divided
             ).build()
             _require_slots(queues)
             if not queues.token and find_late_start(queues):
@@ -230,6 +232,7 @@ class _Builder:
     """Whether SMs that keep rows of what ranks gather wait for all of it: so they hear of all."""
     team_rank: int
     mode: Mode
+    divided: Container[str]
     shown: dict[str, Shown] = field(init=False)
     made: dict[str, _Made] = field(default_factory=dict)
     buffers: list[Buffer] = field(default_factory=list)
@@ -563,6 +566,10 @@ class _Builder:
         outs = op.outs if isinstance(op, FusedContraction) else (op.out,)
         if not is_ranked and not any(self.is_taken(out, nth) for out in outs):
             return NOTHING
+        return self.take_kept(rows)
+
+    def take_kept(self, rows: int) -> int:
+        """First of f32 elements for so many rows that nobody takes any more, or of new ones."""
         spare = self.free.get(rows)
         if spare:
             return spare.pop()
@@ -606,9 +613,13 @@ class _Builder:
         if self.num_ranks == 1:
             return
         op, hidden = self.embedding, self.hidden()
+        given = op.table if op else self.entry
+        if given in self.divided and (op is None or op.num_ranks == 1):
+            raise unfit(f"a row of {given!r}, of which ranks have parts that others don't ask for")
         first = self.reserve("embedded", hidden // 2)
         assert first == EMBEDDED
-        self.made[self.entry] = _Made(first, 0, hidden, 1, NOTHING)
+        kept = self.take_kept(hidden) if self.keeps_entry() else NOTHING
+        self.made[self.entry] = made = _Made(first, 0, hidden, 1, kept)
         if op is None:
             parts = [input_columns(hidden, rank, self.num_ranks) for rank in range(self.num_ranks)]
             own, num_columns = parts[self.team_rank], max(map(len, parts))
@@ -636,6 +647,23 @@ class _Builder:
             self.queues[self.lightest[number % self.num_sms]].append(
                 replace(one, column=one.column + word)
             )
+        if kept != NOTHING:
+            self.add_copies(self.entry, made, "copy")
+
+    def keeps_entry(self) -> bool:
+        """Whether SMs keep their rows of what ranks hand out: where others than sums over ranks,
+        which look them up, take them otherwise than by polling.
+        """
+        return self.entry in map(self.storage, self.segment.outputs) or any(
+            self.entry in op.operands
+            if isinstance(op, FusedPointwise)
+            else isinstance(op, FusedContraction)
+            and (
+                (self.entry in op.operands and op.num_ranks == 1)
+                or bool(op.normed and op.x == self.entry)
+            )
+            for op in self.fused
+        )
 
     def add_contraction(self, nth: int, op: FusedContraction) -> None:
         """The rows of its matrix, shared out."""
@@ -667,8 +695,6 @@ class _Builder:
             flags |= EXPERT_ROWS if by_rows else EXPERT_COLUMNS
         carries = [self.carried(op.name, name, out_rows, streams) for name in op.operands]
         if any(embedded for _, embedded in carries):
-            if self.num_ranks > 1 and not epilogue.summed:
-                raise unfit(f"{op.name!r}, which takes the given row that ranks push")
             flags |= CARRY_EMBEDDED
         carry, second = [carry for carry, _ in (*carries, *[(NOTHING, False)] * MAX_CARRIED)][:2]
         flags |= CARRY_TWO if second != NOTHING else 0
@@ -752,11 +778,11 @@ class _Builder:
 
     def carried(self, op: str, name: str, rows: int, streams: int) -> tuple[int, bool]:
         """Where an operand of `op` lies that the SM keeps, and whether it is the given row."""
-        if name == self.entry:
+        made = self.made.get(name)
+        if name == self.entry and (made is None or made.kept == NOTHING):
             if self.hidden() != rows:
                 raise unfit(f"{op!r}, which takes {name!r} of another size")
             return NOTHING, True
-        made = self.made.get(name)
         if made is None or made.kept == NOTHING or (made.rows, made.streams) != (rows, streams):
             raise unfit(f"{op!r}, which takes {name!r} from other SMs")
         return made.kept, False
@@ -775,8 +801,6 @@ class _Builder:
             self.carried(op.name, name, rows, 1) for name in op.operands[: formula.num_carried]
         ]
         embedded = any(given for _, given in carries)
-        if embedded and self.num_ranks > 1:
-            raise unfit(f"{op.name!r}, which takes the given row that ranks push")
         carry, second = [carry for carry, _ in (*carries, *[(NOTHING, False)] * MAX_CARRIED)][:2]
         norm = op.norm
         flags = (FROM_EMBEDDING if is_given else 0) | (CARRY_EMBEDDED if embedded else 0)
@@ -821,17 +845,21 @@ class _Builder:
         kept by the SMs whose rows it is.
         """
         part, rows, form = self.made.get(op.x), self.elements(op.out), self.forms.get(op.x)
-        if part is None or form is None:
+        made_by = {out for one in self.contractions() for out in one.outs}
+        if part is None or form is None or op.x not in made_by:
             raise unfit(f"{op.name!r} of {op.x!r}, which is no contraction's result")
         size = self.elements(op.x) // (2 if form == "pairs" else 1)
         kept = self.keep(op, rows)
         made = _Made(part.first - self.team_rank * size, part.generation, rows, 1, kept)
         self.made[op.out], self.forms[op.out] = made, form
-        if kept == NOTHING:
-            return
+        if kept != NOTHING:
+            self.add_copies(op.out, made, "heard" if self.hears_all else "copy")
+
+    def add_copies(self, name: str, made: _Made, norm: str) -> None:
+        """Each SM keeps its rows of what lies in flagged words. norm: as of a RowFormula."""
         formula = RowFormula(
-            norm="heard" if self.hears_all else "copy",
-            numbers=form == "numbers",
+            norm=norm,
+            numbers=self.forms.get(name, "pairs") == "numbers",
             formula=IDENTITY,
             publishes="nothing",
             num_carried=0,
@@ -839,29 +867,28 @@ class _Builder:
         )
         if formula not in self.formulas:
             self.formulas.append(formula)
-        most = -(-num_units(rows) // self.num_sms) * UNIT_ROWS
-        if most > MAX_ROWS:
-            raise unfit(f"{op.name!r} of {rows} elements")
+        if -(-num_units(made.rows) // self.num_sms) * UNIT_ROWS > MAX_ROWS:
+            raise unfit(f"{name!r} of {made.rows} elements")
         for sm, queue in enumerate(self.queues):
-            first, last = share(rows, 1, sm, self.num_sms)
+            first, last = share(made.rows, 1, sm, self.num_sms)
             if first == last:
                 continue
             queue.append(
                 RowPointwise(
-                    name=op.name,
+                    name=f"{name} kept",
                     generation=made.generation,
                     number=self.formulas.index(formula),
                     num_units=last - first,
                     src=made.first,
-                    num_src_words=-(-rows // (1 if formula.numbers else 2)),
+                    num_src_words=-(-made.rows // (1 if formula.numbers else 2)),
                     flag_delta=0,
                     flags=0,
                     norm=NOTHING,
                     eps=0.0,
                     dst=0,
                     row0=first * UNIT_ROWS,
-                    num_rows=rows,
-                    keep=kept,
+                    num_rows=made.rows,
+                    keep=made.kept,
                     carry=NOTHING,
                     second=NOTHING,
                     table=NOTHING,

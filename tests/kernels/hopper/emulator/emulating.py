@@ -14,6 +14,7 @@ from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
+from distmega.kernels.whole import divided_tensors
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout
@@ -80,7 +81,8 @@ def case_of(
     weights = layout_arena(Space.WEIGHT, order_weights(local.program))
     states = layout_arena(Space.STATE, local.program.with_role("state"))
     queues = tuple(
-        build_queues(local.program, weights, states, num_sms, rank) for rank in range(tp)
+        build_queues(local.program, weights, states, num_sms, rank, divided=divided_tensors(local))
+        for rank in range(tp)
     )
     return Case(program, local, queues, weights, states)
 

@@ -16,6 +16,7 @@ from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
+from distmega.kernels.whole import divided_tensors
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -34,7 +35,8 @@ def batch_case(program: Program, tp: int = 1, num_sms: int = 5, marks: object = 
     weights = layout_arena(Space.WEIGHT, order_weights(local.program))
     states = layout_arena(Space.STATE, ())
     queues = tuple(
-        build_batch_queues(local.program, weights, states, num_sms, rank) for rank in range(tp)
+        build_batch_queues(local.program, weights, states, num_sms, rank, divided_tensors(local))
+        for rank in range(tp)
     )
     return Case(program, local, queues, weights, states)
 

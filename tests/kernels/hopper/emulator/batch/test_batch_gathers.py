@@ -7,19 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distmega.errors import CheckError
+from distmega.errors import CheckError, UnsupportedError
 from distmega.kernels.hopper.batch_plan.proof import find_batch_hazard
 from distmega.kernels.hopper.batch_plan.queues import apart
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BatchGather
 from distmega.kernels.tasks.fuse import fuse_segment
+from distmega.program.builder import ProgramBuilder
+from distmega.sharding.layout.placements import shard
+from tests.kernels import row_programs
 from tests.kernels.hopper.emulator.batch.test_batch_emulator import (
+    MOST_ERROR,
     batch_case,
     emulate,
     random_values,
     require_right,
 )
-from tests.kernels.hopper.emulator.emulating import Case
+from tests.kernels.hopper.emulator.emulating import Case, error, expected
 from tests.kernels.hopper.emulator.one_row.test_gathers import PROGRAMS, build, columns_of
 
 
@@ -45,6 +49,29 @@ def test_columns_of_all_ranks(name: str, rows: int, tp: int):
 def test_columns_in_many_orders(name: str, tp: int):
     for seed in range(4):
         require_right(gathering(name, (2, 16, 7, 3)[seed], tp, 2 + seed % 4), seed)
+
+
+@pytest.mark.parametrize("name", ["two_tables", "scaled_table"])
+def test_rows_of_tables_that_ranks_have_columns_of(name: str):
+    """Each looks its own up, and they gather what a formula makes of them."""
+    program = row_programs.PROGRAMS[name](4)
+    values = row_programs.random_values(program)
+    inputs = [{one.name: values[one.name] for one in program.with_role("input")}]
+    (exact,) = expected(program, values, inputs)
+    (found,) = emulate(batch_case(program, 2, 3), values, inputs, 1)
+    for one in found:
+        for out, x in one.outputs.items():
+            assert error(x, exact[out]) < MOST_ERROR
+
+
+def test_an_input_in_parts_is_no_sum_of_one_rank():
+    """Each rank has other columns of it: nothing that the first could hand out."""
+    p = ProgramBuilder("parts")
+    x = p.input("x", (4, 256), "bf16")
+    program = p.build(p.linear(x, p.weight("w", (256, 256), "bf16")))
+    marks = {"x": shard(1, "tp"), "w": shard(1, "tp")}
+    with pytest.raises(UnsupportedError, match="that they have parts of"):
+        batch_case(program, 2, 3, marks)
 
 
 def changed(queues: BatchQueues, **fields: int) -> BatchQueues:

@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distmega.errors import CheckError
+from distmega.errors import CheckError, UnsupportedError
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import RowLinear
 from distmega.kernels.hopper.row_plan.proof import find_hazard
-from distmega.program.builder import Handle
+from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.placements import Layout, shard
 from tests.gpu.test_whole import Maker, program_of, random_values
+from tests.kernels import row_programs
 from tests.kernels.hopper.emulator.emulating import Case, case_of, error, expected, with_queues
 
 MOST_ERROR = 0.02
@@ -135,3 +136,27 @@ def test_parts_over_words_that_peers_still_read_are_noticed():
     values = random_values(case.program)
     with pytest.raises(CheckError):
         bad.emulate(values, [{"x": values["x"]}] * 2, 0)
+
+
+def test_the_given_row_is_kept_where_others_than_sums_take_it():
+    """Embedded by whichever rank has the token, and added to a norm."""
+    program = row_programs.post_norms(1)
+    values = row_programs.random_values(program)
+    inputs = [{"ids": values["ids"]}, {"ids": values["ids"] // 2}]
+    _, out = program.outputs
+    exact = expected(program, values, inputs)
+    for each, wanted in zip(case_of(program, 2, 4).emulate(values, inputs, 0), exact, strict=True):
+        for one in each:
+            assert error(one.outputs[out], wanted[out]) < MOST_ERROR
+            assert one.tokens == each[0].tokens
+
+
+def test_a_row_of_which_ranks_have_parts_is_refused():
+    """No rank could hand it out."""
+    with pytest.raises(UnsupportedError, match="of which ranks have parts"):
+        case_of(row_programs.two_tables(1), 2, 4)
+    p = ProgramBuilder("parts")
+    x = p.input("x", (1, 256), "bf16")
+    program = p.build(p.linear(x, p.weight("w", (256, 256), "bf16")))
+    with pytest.raises(UnsupportedError, match="of which ranks have parts"):
+        case_of(program, 2, 4, {"x": shard(1, "tp"), "w": shard(1, "tp")})
