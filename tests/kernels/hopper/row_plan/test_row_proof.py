@@ -97,7 +97,7 @@ def test_a_buffer_that_is_used_again_too_early_is_found():
     firsts = {buffer.name: buffer.first for buffer in mine.buffers}
     dst = firsts["layers.0.attn_sum"]
     assert find_hazard(mine) == ""
-    moved = change(mine, "layers.4.ffn_sum", dst=dst)
+    moved = change(mine, "layers.2.ffn_sum", dst=dst)
     assert find_hazard(moved) != ""
 
 
