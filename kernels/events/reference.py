@@ -31,7 +31,9 @@ COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class TileReference:
-    """The tensors of one launch. Those that tasks write start as NaN, or the largest integer."""
+    """The tensors of one launch. Those that tasks write start as NaN, or the largest integer, those
+    that are given too as copies.
+    """
 
     def __init__(
         self,
@@ -43,13 +45,18 @@ class TileReference:
         """given: inputs, weights and states by name. at: the rank's coordinate. symbols: values."""
         self.graph, self.at, self.symbols = graph, at, symbols
         self.ops = {op.name: op for op in graph.program.ops}
-        self.tensors = dict(given)
+        written = {access.tensor for op in graph.program.ops for access in op.writes}
+        self.tensors = {n: x.clone() if n in written else x for n, x in given.items()}
         for tensor in graph.program.tensors:
             if tensor.name not in given:
                 dtype = torch_dtype(tensor.dtype)
                 floats = dtype.is_floating_point
                 fill = float("nan") if floats else torch.iinfo(dtype).max
                 self.tensors[tensor.name] = torch.full(tensor.shape, fill, dtype=dtype)
+        for op in graph.program.ops:
+            if op.is_view:  # shows the storage of its source
+                operands = [self.tensors[name] for name in op_operands(op)]
+                (self.tensors[op.writes[0].tensor],) = compile_op(op, at)(operands)
 
     def starts(self, name: str) -> list[int]:
         """A vector of starts as it is now."""
@@ -94,7 +101,7 @@ class TileReference:
         results = compile_op(replace(op, axes=tuple(axes)), self.at)(operands)
         for access, result in zip(op.writes, results, strict=True):
             if not tile:
-                self.tensors[access.tensor] = result
+                self.tensors[access.tensor].copy_(result)
                 continue
             there = self._positions(op, access, tile)
             inner = {name: range(len(part)) for name, part in narrowed.items()}

@@ -15,7 +15,9 @@ AxisSymbols = dict[str, dict[str, str]]
 
 
 def spread_symbols(program: Program, symbols: Mapping[str, tuple[str, int]]) -> AxisSymbols:
-    """ProgramError for a dim that the program lacks, or that two symbols meet in."""
+    """ProgramError for a dim that the program lacks, or that two symbols meet in, and for sums over
+    what a symbol ends in the middle of.
+    """
     tensors = program.tensor_map()
     dims: dict[tuple[str, int], str] = {}
     for symbol, (tensor, dim) in symbols.items():
@@ -39,7 +41,35 @@ def spread_symbols(program: Program, symbols: Mapping[str, tuple[str, int]]) -> 
             for access, dim, axis in _whole_dims(program, op):
                 if axis in known:
                     _agree(dims, (access.tensor, dim), known[axis])
+    _refuse_sums(program, found)
     return found
+
+
+def _refuse_sums(program: Program, found: AxisSymbols) -> None:
+    """ProgramError for an op that takes a dim at once of which a symbol says what is in use, but
+    not up to where: one that is composed of several axes.
+    """
+    inside: dict[tuple[str, int], str] = {}
+    for op in program.ops:
+        cut = dict[str, str]()
+        for read in op.reads:
+            for dim, index in enumerate(read.dims):
+                symbol = inside.get((read.tensor, dim), "")
+                cut |= dict.fromkeys(index.axes if symbol else (), symbol)
+        for name, symbol in cut.items():
+            axis = op.axis(name)
+            if axis.role != "parallel" and not axis.lookup:
+                raise ProgramError(
+                    f"op {op.name!r} of all of axis {name!r}, in which symbol {symbol!r} ends",
+                    expected="a dim that is one axis, so that the symbol is its extent",
+                    remedy="take the dims apart",
+                )
+        for write in op.writes:
+            for dim, index in enumerate(write.dims):
+                known = cut | (found[op.name] if len(index.axes) > 1 else {})
+                for name in index.axes:
+                    if name in known:
+                        inside[write.tensor, dim] = known[name]
 
 
 def _whole_dims(program: Program, op: Op) -> list[tuple[Access, int, str]]:

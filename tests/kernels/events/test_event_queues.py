@@ -256,6 +256,52 @@ def test_a_symbol_ends_inside_of_tiles_and_sums(tiles: Tilings, dynamic: Dynamic
         run_queues(queues, tensors, symbols={"B": 0})
 
 
+@pytest.mark.parametrize("symbols", [{}, {"B": ("x", 0)}])
+def test_views_show_what_their_source_holds(symbols: dict[str, tuple[str, int]]):
+    p = ProgramBuilder("views")
+    made = p.input("x", (6, 4)).map("exp(a0)", name="P")
+    turned = p.transpose(made, (1, 0), view=True)
+    program = p.build(turned.map("-a0", name="C"))
+    graph = analyse_events(program, {"P": {"i0": 2}, "C": {"i0": 3, "i1": 4}}, symbols=symbols)
+    queues = make_queues(graph, 3)
+    check_queues(queues)
+    tensors = {"x": torch.randn(6, 4)}
+    for batch in (3, 6) if symbols else (6,):
+        launch = run_queues(queues, tensors, symbols=dict.fromkeys(symbols, batch))
+        expected = -tensors["x"].exp().T
+        assert torch.equal(launch.tensors["C"][:, :batch], expected[:, :batch])
+        assert bool(launch.tensors["C"][:, batch:].isnan().all())
+
+
+def test_a_sum_that_a_symbol_ends_in_is_refused():
+    """Rows in use of 6, 4 elements each, seen as 24 elements: their sum is of no axis alone."""
+    p = ProgramBuilder("flat")
+    made = p.input("x", (6, 4)).map("exp(a0)", name="P")
+    flat = p.reshape(made, (24,), name="F").map("-a0", name="G")
+    program = p.build(flat, p.reduce(flat, 0, name="S"))
+    with pytest.raises(ProgramError, match=r"op 'S' of all of axis .* in which symbol 'B' ends"):
+        analyse_events(program, {}, symbols={"B": ("x", 0)})
+    analyse_events(program, {})
+
+
+def test_states_that_are_given_stay():
+    """A launch leaves what it was given alone, however an op is cut."""
+    p = ProgramBuilder("states")
+    cache = p.state("cache", (2, 8, 4))
+    rows, positions = p.input("rows", (3, 2, 4)), p.input("at", (3,), "i64")
+    p.kv_append(cache, rows, positions, name="put")
+    program = p.build(rows.map("2.0 * a0", name="out"))
+    put = next(op for op in program.ops if op.name == "put")
+    heads = next(a.name for a in put.axes if a.role == "parallel" and a.extent == 2)
+    for tiles in ({}, {"put": {heads: 1}}):
+        queues = make_queues(analyse_events(program, tiles), 2)
+        tensors = {"cache": torch.zeros(2, 8, 4), "rows": torch.ones(3, 2, 4),
+                   "at": torch.tensor([1, 5, 2])}  # fmt: skip
+        launch = run_queues(queues, tensors)
+        assert not tensors["cache"].any()
+        assert launch.tensors["cache"].sum() == 24
+
+
 def test_lists_never_overflow():
     """The capacity bounds any routing, and some routing comes near it."""
     for num_rows, num, num_experts in ((4, 2, 4), (7, 3, 5), (1, 2, 9), (12, 1, 3)):
