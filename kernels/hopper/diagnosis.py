@@ -28,7 +28,6 @@ from distmega.kernels.hopper.plan.words import (
     RowBarrier,
     RowCombine,
     RowEmbed,
-    RowGuess,
     RowLinear,
     RowPointwise,
     RowRoute,
@@ -124,8 +123,6 @@ def describe(one: Instruction) -> str:
             return f"{one.name}, {'slots' if one.vocab else 'rows'} {one.row0} to {one.num_rows}"
         case RowRoute():
             return f"choice of experts {one.name}"
-        case RowGuess():
-            return f"guess of experts {one.name}"
         case RowBarrier():
             return f"barrier after {one.name}"
         case RowEmbed():

@@ -21,7 +21,7 @@ from distmega.kernels.hopper.one_row.bodies.products import address_of, write_ad
 from distmega.kernels.hopper.one_row.bodies.sample import sample_task
 from distmega.kernels.hopper.one_row.bodies.splits import combine_task
 from distmega.kernels.hopper.one_row.loader import begin, loader
-from distmega.kernels.hopper.one_row.route import guess_task, route_task
+from distmega.kernels.hopper.one_row.route import route_task
 from distmega.kernels.hopper.one_row.team import embed_task, most_likely, pass_barrier
 from distmega.kernels.hopper.plan.fields import (
     DST,
@@ -32,7 +32,6 @@ from distmega.kernels.hopper.plan.fields import (
     OP_BARRIER,
     OP_COMBINE,
     OP_EMBED,
-    OP_GUESS,
     OP_POINTWISE,
     OP_ROUTE,
     OP_SAMPLE,
@@ -122,10 +121,6 @@ def compute(
                 embed_task(words, peers, memory.embed, token, flag, RANKS)
             elif EXPERTS is not None and words[OPCODE] == OP_ROUTE:
                 route_task(words, memory.symmetric, ring.sums, slots, chosen_bar, flag, EXPERTS)
-            elif EXPERTS is not None and EXPERTS.guessed and words[OPCODE] == OP_GUESS:
-                guess_task(
-                    words, memory.symmetric, memory.vectors, ring.sums, slots, flag, EXPERTS
-                )
             elif CHOICE != GREEDY and CHOICE != NO_CHOICE and words[OPCODE] == OP_SAMPLE:
                 # kept here, or else what follows from them takes registers from other tasks
                 sample_task(

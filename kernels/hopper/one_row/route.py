@@ -11,25 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.gluon_compat import cta_barrier
-from distmega.kernels.hopper.plan.fields import (
-    GUESS_COLUMNS,
-    GUESS_FIRST_AT,
-    GUESS_LAST_AT,
-    GUESS_LAST_COLUMNS,
-    GUESS_LAST_ROW,
-    GUESS_LAST_ROWS,
-    GUESS_NUM_ROWS,
-    GUESS_PAIR_ROW,
-    GUESS_PAIRED,
-    GUESS_ROW0,
-    GUESS_UNITS,
-    GUESS_WEIGHT_ROW,
-    ROUTE_NUM_WORDS,
-    SRC,
-)
-from distmega.kernels.hopper.ptx.device import as_float, key_of, prefetch_rows
+from distmega.kernels.hopper.plan.fields import ROUTE_NUM_WORDS, SRC
+from distmega.kernels.hopper.ptx.device import as_float, key_of
 from distmega.kernels.hopper.ptx.route import put_asm, rank_asm, weigh_asm
-from distmega.kernels.hopper.ptx.shapes import PER_THREAD, THREADS, UNIT_ROWS, VECTOR_MULTIPLE
+from distmega.kernels.hopper.ptx.shapes import PER_THREAD, THREADS
 from distmega.kernels.hopper.ptx.spins import spin2
 
 
@@ -68,9 +53,10 @@ def score_key(score):
 
 
 @gluon.jit
-def rank_scores(words, symmetric, scores, slots, flag, EXPERTS: gl.constexpr):
-    """Ranks the scores, an expert a thread, and gives those of the first ranks their slots: each
-    thread's score and rank, and whether a score of its is no number.
+def route_task(words, symmetric, scores, slots, chosen_bar, flag, EXPERTS: gl.constexpr):
+    """Ranks the scores, an expert a thread. scores: address of 512 words in shared memory that
+    nobody uses between tasks; slots: that of (expert, weight) of each slot; chosen_bar: passed
+    once the experts are there, which may be before their weights.
     """
     word = 2 * gl.arange(0, THREADS, layout=PER_THREAD)
     num_left = words[ROUTE_NUM_WORDS] - word
@@ -96,52 +82,6 @@ def rank_scores(words, symmetric, scores, slots, flag, EXPERTS: gl.constexpr):
         pack=1,
     )
     cta_barrier()
-    return x, rank, is_none
-
-
-@gluon.jit
-def ask(weights, at, row, columns, num_rows):
-    """num_rows rows from `row` on of a matrix that begins `at` multiples of VECTOR_MULTIPLE."""
-    elements = at.to(gl.int64) * VECTOR_MULTIPLE + row.to(gl.int64) * columns
-    prefetch_rows(weights + elements, 2 * num_rows * columns)
-
-
-@gluon.jit
-def guess_task(words, symmetric, weights, scores, slots, flag, EXPERTS: gl.constexpr):
-    """Asks the second-level cache for tiles of the experts of the largest scores, a block of rows a
-    thread, 256 of them at most. weights: the arena, bf16. scores, slots: as of route_task; the
-    loader reads no slot before the choice that follows.
-    """
-    rank_scores(words, symmetric, scores, slots, flag, EXPERTS)
-    block = gl.arange(0, THREADS, layout=PER_THREAD)
-    # rows of first matrices, as the loader's unit_row finds them
-    own = words[GUESS_ROW0] // UNIT_ROWS + block
-    first = words[GUESS_WEIGHT_ROW] + 0 * block
-    is_paired = words[GUESS_PAIRED] != 0
-    first = gl.where(is_paired & (own % 2 == 1), words[GUESS_PAIR_ROW], first)
-    own = gl.where(is_paired, own // 2, own)
-    is_first = block < words[GUESS_UNITS]
-    slot = gl.where(is_first, own // EXPERTS.slot_units, 0)
-    inner = own % EXPERTS.slot_units * UNIT_ROWS
-    row = first + expert_of(slots, slot) * EXPERTS.width + inner
-    num_rows = gl.minimum(EXPERTS.width - inner, UNIT_ROWS)
-    ask(weights, words[GUESS_FIRST_AT], row, words[GUESS_COLUMNS], gl.where(is_first, num_rows, 0))
-    # rows of last matrices, of all slots' experts
-    above = block // EXPERTS.num_chosen * UNIT_ROWS
-    row = words[GUESS_LAST_ROW] + above
-    row += expert_of(slots, block % EXPERTS.num_chosen) * words[GUESS_NUM_ROWS]
-    num_rows = gl.minimum(words[GUESS_LAST_ROWS] - above, UNIT_ROWS)
-    ask(weights, words[GUESS_LAST_AT], row, words[GUESS_LAST_COLUMNS], num_rows)
-    cta_barrier()
-
-
-@gluon.jit
-def route_task(words, symmetric, scores, slots, chosen_bar, flag, EXPERTS: gl.constexpr):
-    """Ranks the scores, an expert a thread. scores: address of 512 words in shared memory that
-    nobody uses between tasks; slots: that of (expert, weight) of each slot; chosen_bar: passed
-    once the experts are there, which may be before their weights.
-    """
-    x, rank, is_none = rank_scores(words, symmetric, scores, slots, flag, EXPERTS)
     mbarrier.arrive(chosen_bar.index(0), count=1)
     none = gl.where(is_none, float("nan"), 0.0)
     is_chosen = rank < EXPERTS.num_chosen

@@ -14,7 +14,6 @@ from distmega.kernels.hopper.plan.words import (
     MAX_SMS,
     PAIRED,
     UNIT_ROWS,
-    RowGuess,
     RowLinear,
     RowRoute,
 )
@@ -75,8 +74,8 @@ def find_wrong_slot(queues: RowQueues) -> str:
     """The first instruction that does not follow the choice of its experts, or whose tiles may lie
     outside of its matrix; "" if there is none.
 
-    The loader reads a choice of its own SM, which the next one or a guess overwrites: tiles in
-    between prove that it has read it, for compute warps come there with those in hand.
+    The loader reads a choice of its own SM, which the next one overwrites: tiles in between prove
+    that it has read it, for compute warps come to the next choice with those in hand.
     """
     shape = queues.experts
     for sm, queue in enumerate(queues.queues):
@@ -87,10 +86,6 @@ def find_wrong_slot(queues: RowQueues) -> str:
                 if not is_used:
                     return f"{one.name!r} on SM {sm} overwrites a choice that nobody has read"
                 routing, is_used = one, False
-            elif isinstance(one, RowGuess):
-                if not is_used:
-                    return f"{one.name!r} on SM {sm} overwrites a choice that nobody has read"
-                routing = None
             elif isinstance(one, RowLinear) and one.flags & (EXPERT_ROWS | EXPERT_COLUMNS):
                 if shape is None or routing is None:
                     return f"{one.name!r} on SM {sm} takes tiles of experts that nobody chose"

@@ -9,7 +9,6 @@ from distmega.kernels.hopper.plan.words import (
     RowAttention,
     RowBarrier,
     RowEmbed,
-    RowGuess,
     RowLinear,
     RowOpcode,
     RowPointwise,
@@ -52,7 +51,6 @@ OP_EMBED = gl.constexpr(int(RowOpcode.EMBED))
 OP_BARRIER = gl.constexpr(int(RowOpcode.BARRIER))
 OP_SAMPLE = gl.constexpr(int(RowOpcode.SAMPLE))
 OP_ROUTE = gl.constexpr(int(RowOpcode.ROUTE))
-OP_GUESS = gl.constexpr(int(RowOpcode.GUESS))
 OP_POINTWISE = gl.constexpr(int(RowOpcode.POINTWISE))
 
 OPCODE = _word(RowLinear, "opcode")
@@ -94,18 +92,6 @@ SAMPLE_NUM_ROWS = _word(RowSample, "num_rows")
 SAMPLE_VOCAB = _word(RowSample, "vocab")
 SAMPLE_LOGITS = _word(RowSample, "logits")
 ROUTE_NUM_WORDS = _word(RowRoute, "num_words")
-GUESS_WEIGHT_ROW = _word(RowGuess, "weight_row")
-GUESS_PAIR_ROW = _word(RowGuess, "pair_row")
-GUESS_PAIRED = _word(RowGuess, "paired")
-GUESS_ROW0 = _word(RowGuess, "row0")
-GUESS_UNITS = _word(RowGuess, "num_units")
-GUESS_COLUMNS = _word(RowGuess, "columns")
-GUESS_FIRST_AT = _word(RowGuess, "first_at")
-GUESS_LAST_ROW = _word(RowGuess, "last_row")
-GUESS_LAST_ROWS = _word(RowGuess, "last_rows")
-GUESS_NUM_ROWS = _word(RowGuess, "num_rows")
-GUESS_LAST_COLUMNS = _word(RowGuess, "last_columns")
-GUESS_LAST_AT = _word(RowGuess, "last_at")
 HEAD = _word(RowAttention, "head")
 PARTIAL = _word(RowAttention, "partial")
 WINDOW = _word(RowAttention, "window")

@@ -137,8 +137,7 @@ NO_ATTENTION = AttentionShape(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
     """Extents that all experts of a segment share on one rank. width: rows of an expert's first
-    matrices, columns of its last one. weighing: see ops.top_k. guessed: SMs ask the second-level
-    cache for tiles of experts that are likely to be chosen.
+    matrices, columns of its last one. weighing: see ops.top_k.
 
     A slot is what one chosen expert makes: width results, in front of zeros up to a whole number of
     slices, so that a slice of the last product's x is of one expert.
@@ -148,7 +147,6 @@ class ExpertShape:
     num_chosen: int
     width: int
     weighing: str
-    guessed: bool = False
 
     @property
     def slot_slices(self) -> int:

@@ -98,7 +98,6 @@ class RowOpcode(IntEnum):
     SAMPLE = 20
     ROUTE = 21
     POINTWISE = 22
-    GUESS = 23
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,37 +262,6 @@ class RowRoute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowGuess:
-    """Tiles of the experts of the largest of num_words scores, f32 in flagged words from src on,
-    asked into the second-level cache; no result is of them. The loader passes it by.
-
-    Of first matrices num_units units from row0 on of all slots, as of RowLinear with EXPERT_ROWS:
-    weight_row and, if paired, pair_row are first rows of the first expert, of `columns` elements.
-    Of last ones rows last_row to last_row + last_rows of the first expert and those num_rows
-    further for each next one, of last_columns elements. first_at, last_at: where the matrices begin
-    in the weights' arena, VECTOR_MULTIPLE elements before it.
-    """
-
-    name: str
-    generation: int
-    src: int
-    num_words: int
-    weight_row: int = 0
-    pair_row: int = 0
-    paired: int = 0
-    row0: int = 0
-    num_units: int = 0
-    columns: int = 0
-    first_at: int = 0
-    last_row: int = 0
-    last_rows: int = 0
-    num_rows: int = 0
-    last_columns: int = 0
-    last_at: int = 0
-    opcode: RowOpcode = RowOpcode.GUESS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RowPointwise:
     """8 * num_units rows from row0 on of formula number `number` of the plan: of x after its norm
     and of what it takes besides.
@@ -344,7 +312,6 @@ Instruction = (
     | RowBarrier
     | RowSample
     | RowRoute
-    | RowGuess
     | RowPointwise
 )
 
@@ -373,11 +340,6 @@ FIELD_WORDS: dict[type[Instruction], dict[str, int]] = {
         "num_rows": 13,
     },
     RowRoute: {"opcode": 0, "generation": 1, "src": 5, "num_words": 6},
-    RowGuess: {
-        "opcode": 0, "generation": 1, "weight_row": 2, "num_units": 3, "last_rows": 4, "src": 5,
-        "num_words": 6, "columns": 7, "first_at": 8, "last_at": 9, "last_columns": 10, "row0": 11,
-        "last_row": 12, "num_rows": 13, "paired": 14, "pair_row": 15,
-    },
     RowPointwise: {
         "opcode": 0, "generation": 1, "number": 2, "num_units": 3, "table": 4, "src": 5,
         "num_src_words": 6, "packed": 7, "norm": 8, "eps_bits": 9, "dst": 10, "row0": 11,

@@ -119,31 +119,6 @@ def prefetch(pointers, wanted):
     )
 
 
-@constexpr_function
-def _prefetch_rows():
-    """Operands: an address, a number of bytes, not above 0 where nothing is wanted."""
-    return """{
-    .reg .pred wanted;
-    setp.gt.s32 wanted, $2, 0;
-    @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.b32 $0, 0;
-    }"""
-
-
-@gluon.jit
-def prefetch_rows(pointers, num_bytes):
-    """As prefetch, of so many bytes from each place on, multiples of 16."""
-    # Gluon has no prefetch of memory that lies in a row
-    gl.inline_asm_elementwise(
-        _prefetch_rows(),
-        "=r,l,r",
-        [pointers, num_bytes],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @gluon.jit
 def single(value):
     """A tuple of it alone."""

@@ -22,7 +22,6 @@ from distmega.kernels.hopper.plan.words import (
     RowBarrier,
     RowCombine,
     RowEmbed,
-    RowGuess,
     RowLinear,
     RowPointwise,
     RowRoute,
@@ -97,7 +96,7 @@ def reads(one: Instruction, queues: RowQueues) -> Iterator[Read]:
                 yield Read(words=words, generation=one.generation)
             words = buffer_words(queues, "sample")
             yield Read(words=words, generation=one.generation, always=False, phase=1)
-        case RowRoute() | RowGuess():
+        case RowRoute():
             yield Read(words=range(one.src, one.src + one.num_words), generation=one.generation)
         case RowPointwise():
             if one.num_src_words and not one.flags & FROM_EMBEDDING:
@@ -161,7 +160,7 @@ def writes(one: Instruction, queues: RowQueues, sm: int) -> Iterator[Write]:
                 yield Write(words=words, generation=one.generation)
         case RowEmbed():
             yield from _embed_writes(one, queues)
-        case RowRoute() | RowGuess():
+        case RowRoute():
             return
         case RowSample():
             for plane in buffer_words(queues, "sample")[:: 2 * MAX_SMS]:

@@ -83,17 +83,10 @@ from distmega.kernels.hopper.plan.words import (
     RowBarrier,
     RowCombine,
     RowEmbed,
-    RowGuess,
     RowLinear,
     RowPointwise,
     RowRoute,
     RowSample,
-)
-from distmega.kernels.hopper.row_plan.guess import (
-    FusedGuess,
-    RowFused,
-    add_guesses,
-    guess_of,
 )
 from distmega.kernels.hopper.row_plan.proof import find_hazard, find_late_start
 from distmega.kernels.hopper.row_plan.starts import add_starts
@@ -117,8 +110,6 @@ from distmega.kernels.tasks.fuse import (
 from distmega.kernels.tasks.graph import Mode
 from distmega.program.types import Program
 
-GUESS_EXPERTS = False
-"""Whether SMs ask the second-level cache for tiles of experts before these are chosen."""
 EMBED_WORDS = 256
 """Flagged words of the embedded token that one SM pushes: one a thread."""
 MAX_COPIES = 2
@@ -138,7 +129,6 @@ def build_queues(
     num_sms: int,
     team_rank: int = 0,
     mode: Mode = "overlap",
-    guess_experts: bool | None = None,
     divided: Container[str] = (),
 ) -> RowQueues:
     """Queues for at most `num_sms` SMs of rank `team_rank` of its team. mode "op": each
@@ -147,10 +137,8 @@ def build_queues(
     UnsupportedError where the kernel can't do the segment.
     """
 
-    def build(plain: tuple[Fused, ...]) -> RowQueues:
-        placed = Weights(segment, weights, ROW_MATRICES, last_matrices(plain))
-        guesses = GUESS_EXPERTS if guess_experts is None else guess_experts
-        fused = add_guesses(plain) if guesses else plain
+    def build(fused: tuple[Fused, ...]) -> RowQueues:
+        placed = Weights(segment, weights, ROW_MATRICES, last_matrices(fused))
         hazard = ""
         for way in _ways(fused, placed, min(num_sms, MAX_SMS)):
             queues = _Builder(
@@ -184,9 +172,7 @@ def _require_slots(queues: RowQueues) -> None:
         raise unfit(f"heads of {dim} beside a row of {length} elements in an SM's memory")
 
 
-def _ways(
-    fused: Sequence[RowFused], placed: Weights, num_sms: int
-) -> Iterator[tuple[int, int, bool]]:
+def _ways(fused: Sequence[Fused], placed: Weights, num_sms: int) -> Iterator[tuple[int, int, bool]]:
     """SMs, buffers a class and _Builder.hears_all to try, from the fastest on: all SMs, then no
     more than have rows in each of the larger contractions; few buffers, then one an op.
     """
@@ -222,7 +208,7 @@ class _Builder:
     """Fills the queues op by op."""
 
     segment: Program
-    fused: tuple[RowFused, ...]
+    fused: tuple[Fused, ...]
     weights: ArenaLayout
     states: ArenaLayout
     placed: Weights
@@ -271,10 +257,7 @@ class _Builder:
         self.queues = [[] for _ in range(self.num_sms)]
         self.shown = shown_by_views(self.segment)
         self.inspect()
-        self.fused = tuple(
-            op if isinstance(op, FusedGuess) else in_order(op, self.tables, self.entry)
-            for op in self.fused
-        )
+        self.fused = tuple(in_order(op, self.tables, self.entry) for op in self.fused)
         self.find_classes()
         self.epilogues = self.find_epilogues()
         if self.choice and not any(one.ranked for one in self.epilogues):
@@ -289,8 +272,6 @@ class _Builder:
                     self.add_attention(i, op)
                 case FusedRouting():
                     self.add_routing(op)
-                case FusedGuess():
-                    self.add_guess(op)
                 case FusedPointwise():
                     self.add_pointwise(i, op)
                 case FusedGather():
@@ -314,9 +295,7 @@ class _Builder:
             max_tiles_k=max(tiles_k(self.length(op)) for op in self.contractions()),
             eps=self.eps,
             matrices=self.placed.matrices,
-            queues=tuple(
-                tuple(map(self.chosen_last, self.fill_guesses(queue))) for queue in self.queues
-            ),
+            queues=tuple(tuple(map(self.chosen_last, queue)) for queue in self.queues),
             num_kept=self.num_kept,
             outputs=self.outputs(),
             sampler=sampler,
@@ -343,17 +322,14 @@ class _Builder:
 
     def inspect(self) -> None:
         """What all ops share."""
-        fused = [op for op in self.fused if not isinstance(op, FusedGuess)]
-        found = find_agreement(self.segment, fused, max_rows=1, head_dims=ROW_HEAD_DIMS)
+        found = find_agreement(self.segment, self.fused, max_rows=1, head_dims=ROW_HEAD_DIMS)
         self.num_ranks, self.embedding, self.entry = found.num_ranks, found.embedding, found.entry
         self.choice, self.attention, self.eps = found.choice, found.attention, found.eps
-        self.experts = expert_shape(fused, self.weights)
-        if self.experts and len(fused) < len(self.fused):
-            self.experts = replace(self.experts, guessed=True)
+        self.experts = expert_shape(self.fused, self.weights)
         self.tables, self.positions = found.tables, found.positions
         self.gathers = {op.x: op for op in self.fused if isinstance(op, FusedGather)}
         self.placed.require_type("bf16", [self.embedding.table if self.embedding else ""])
-        self.wide_norms = self.placed.has_wide_norms(fused)
+        self.wide_norms = self.placed.has_wide_norms(self.fused)
         columns = self.placed.columns
         if any(length % ROW_MULTIPLE for length in columns.values()):
             raise unfit(f"rows of {sorted(set(columns.values()))} elements")
@@ -364,7 +340,7 @@ class _Builder:
 
     def expert_matrix(self) -> WeightMatrix | None:
         """All last matrices of experts, from the first to the last."""
-        names = last_matrices([op for op in self.fused if not isinstance(op, FusedGuess)])
+        names = last_matrices(self.fused)
         if self.experts is None or not names:
             return None
         shape = self.experts
@@ -410,7 +386,7 @@ class _Builder:
             elif isinstance(op, FusedPointwise):
                 of[op.out] = self.classes[-1]
 
-    def signature(self, op: RowFused) -> tuple[object, ...]:
+    def signature(self, op: Fused) -> tuple[object, ...]:
         """What an op computes, its names apart."""
         if isinstance(op, FusedPointwise):
             return (
@@ -516,7 +492,7 @@ class _Builder:
                 case FusedAttention():
                     attended = map(self.storage, (other.q, other.k, other.v))
                     by_attention |= bool(set(outs).intersection(attended))
-                case FusedRouting() | FusedGuess():
+                case FusedRouting():
                     by_attention |= other.scores in outs
                 case FusedContraction():
                     by_linears |= other.x in outs
@@ -1014,62 +990,23 @@ class _Builder:
         scores = self.made.get(op.scores)
         if scores is None or scores.rows != op.num_experts:
             raise unfit(f"{op.name!r}, whose scores are not one contraction's")
-        for sm in self.users_of(op):
-            self.queues[sm].append(
-                RowRoute(
-                    name=op.name,
-                    generation=scores.generation,
-                    src=scores.first,
-                    num_words=op.num_experts,
-                )
-            )
-
-    def add_guess(self, op: FusedGuess) -> None:
-        """Each SM that has tiles of experts asks for likely ones; which, fill_guesses says."""
-        made = self.made[op.scores]
-        for sm in self.users_of(op.routing):
-            self.queues[sm].append(
-                RowGuess(
-                    name=op.name,
-                    generation=made.generation,
-                    src=made.first,
-                    num_words=op.routing.num_experts,
-                )
-            )
-
-    def users_of(self, routing: FusedRouting) -> list[int]:
-        """SMs that have tiles of chosen experts."""
         users = [
-            one
-            for one in self.contractions()
-            if one.experts and one.experts.routing == routing.name
+            one for one in self.contractions() if one.experts and one.experts.routing == op.name
         ]
-        found = set[int]()
-        for one in users:
-            rows, streams = rows_of(one, self.placed), len(one.streams)
-            for sm in range(self.num_sms):
-                first, last = share(rows, streams, sm, self.num_sms)
-                found |= {sm} if first < last else set()
-        return sorted(found)
-
-    def fill_guesses(self, queue: Sequence[Instruction]) -> Iterator[Instruction]:
-        """Guesses know what to ask for once the linears behind them are there."""
-        block = self.expert_matrix()
-        for at, one in enumerate(queue):
-            if not isinstance(one, RowGuess):
-                yield one
-                continue
-            assert self.experts is not None
-            linears: list[tuple[RowLinear, WeightMatrix]] = []
-            for other in queue[at + 1 :]:
-                if isinstance(other, RowGuess):
-                    break
-                if isinstance(other, RowLinear) and other.flags & EXPERT_ROWS:
-                    linears.append((other, self.placed.matrices[other.matrix]))
-                elif isinstance(other, RowLinear) and other.flags & EXPERT_COLUMNS:
-                    assert block is not None
-                    linears.append((other, block))
-            yield guess_of(one, linears, self.experts)
+        for sm, queue in enumerate(self.queues):
+            shares = (
+                share(rows_of(one, self.placed), len(one.streams), sm, self.num_sms)
+                for one in users
+            )
+            if any(first < last for first, last in shares):
+                queue.append(
+                    RowRoute(
+                        name=op.name,
+                        generation=scores.generation,
+                        src=scores.first,
+                        num_words=op.num_experts,
+                    )
+                )
 
     def find_lightest(self) -> None:
         """SMs in the order of the tiles that contractions give them: cached keys and values, and

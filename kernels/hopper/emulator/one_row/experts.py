@@ -16,7 +16,6 @@ from distmega.kernels.hopper.plan.words import (
     SLICES,
     TILE_K,
     UNIT_ROWS,
-    RowGuess,
     RowLinear,
     RowRoute,
 )
@@ -47,16 +46,6 @@ def route(sm: RowSm, one: RowRoute, flag: int) -> Steps:
         part = np.exp(x - x.max())
     total = (part if shape.weighing == "softmax" else part[chosen]).sum(dtype=np.float32) + none
     sm.weights = (part[chosen] / total).astype(np.float32)
-
-
-def guess(sm: RowSm, one: RowGuess, flag: int) -> Steps:
-    """Experts that are likely stand where those of the next choice will, unknown to the loader."""
-    shape = shape_of(sm)
-    words = one.src + np.arange(one.num_words)
-    scores = floats_of((yield from sm.poll(words, flag, repr(one.name))))
-    x = np.where(np.isnan(scores), -np.inf, scores).astype(np.float32)
-    sm.experts = np.argsort(-x, kind="stable")[: shape.num_chosen].tolist()
-    yield RAN
 
 
 def weighted(sm: RowSm, formula: Expr, row: np.ndarray, products: list[Floats]) -> Floats:

@@ -20,12 +20,7 @@ from distmega.kernels.hopper.emulator.memory import FlaggedWords, KeptNumbers, P
 from distmega.kernels.hopper.emulator.numbers import Floats, Indices, numbers_of
 from distmega.kernels.hopper.emulator.one_row.attention import attention, combine, load_blocks
 from distmega.kernels.hopper.emulator.one_row.bodies import barrier, embed, linear
-from distmega.kernels.hopper.emulator.one_row.experts import (
-    expert_row,
-    guess,
-    load_expert_columns,
-    route,
-)
+from distmega.kernels.hopper.emulator.one_row.experts import expert_row, load_expert_columns, route
 from distmega.kernels.hopper.emulator.one_row.pointwise import pointwise
 from distmega.kernels.hopper.emulator.one_row.sample import most_likely, push_best
 from distmega.kernels.hopper.emulator.sm import GARBAGE, SPARE, RowGpu, RowSm
@@ -44,7 +39,6 @@ from distmega.kernels.hopper.plan.words import (
     RowBarrier,
     RowCombine,
     RowEmbed,
-    RowGuess,
     RowLinear,
     RowPointwise,
     RowRoute,
@@ -299,8 +293,6 @@ def compute(sm: RowSm, given: RowLaunch) -> Steps:
                     yield from pointwise(sm, one, token, position, flag)
                 case RowRoute():
                     yield from route(sm, one, flag)
-                case RowGuess():
-                    yield from guess(sm, one, flag)
                 case RowLinear():
                     best, row = yield from linear(sm, one, token, flag)
                     if queues.epilogues[one.opcode].ranked and queues.sampler is None:

@@ -4,7 +4,6 @@ import pytest
 
 from distmega.kernels.hopper.one_row.runner import num_stages, padded_tiles_k
 from distmega.kernels.hopper.plan.words import TILE_BYTES
-from distmega.kernels.hopper.row_plan import queues
 from tests.kernels.hopper.expert_code import expert_code
 from tests.kernels.hopper.one_row.test_decode_code import LOADER_REGISTERS, LOADER_WARPS
 from tests.kernels.ptx import loads, plain_spins
@@ -31,16 +30,5 @@ def test_experts_fit_an_sm(width, num_ranks, weighing):
     assert loads(code.ptx) >= 5
     tiles_k = padded_tiles_k(-(-8 * width // num_ranks // 1024))
     first = num_stages(tiles_k) * TILE_BYTES
-    assert "prefetch.L2" not in code.ptx
     ring = code.shared_addresses
     assert [at for at in ring if first <= at < first + 2048 * tiles_k] == [first]
-
-
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_guesses_fit_an_sm(num_ranks, monkeypatch):
-    monkeypatch.setattr(queues, "GUESS_EXPERTS", True)
-    code = expert_code.__wrapped__(768, num_ranks, "softmax_chosen")
-    assert code.stack_bytes == 0
-    assert code.shared_bytes <= SHARED_BYTES
-    assert plain_spins(code.ptx) == []
-    assert code.ptx.count("cp.async.bulk.prefetch.L2.global") == 2
