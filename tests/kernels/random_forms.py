@@ -6,6 +6,9 @@ positions, several outputs.
 import random
 from collections.abc import Callable
 
+import torch
+from torch import Tensor
+
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 
@@ -158,3 +161,21 @@ class Form:
 def random_form(seed: int, rows: int = 1, *, attends: bool = True) -> Program:
     """The program of a seed, of so many rows. attends: whether layers may have attention."""
     return Form(seed, rows, attends=attends).build()
+
+
+def random_values(program: Program, seed: int) -> dict[str, Tensor]:
+    """Inputs, weights and states; products of about 1."""
+    generator = torch.Generator().manual_seed(seed)
+    values: dict[str, Tensor] = {}
+    for tensor in program.tensors:
+        if tensor.role == "temp":
+            continue
+        if tensor.dtype == "i64":
+            most = POSITIONS if tensor.name == "positions" else VOCAB
+            values[tensor.name] = torch.randint(0, most, tensor.shape, generator=generator)
+            continue
+        x = torch.randn(tensor.shape, generator=generator)
+        if tensor.role == "weight" and tensor.name not in ("table", "angles"):
+            x = x * tensor.shape[-1] ** -0.5 if len(tensor.shape) > 1 else 1 + 0.1 * x
+        values[tensor.name] = x if tensor.dtype == "f32" else x.bfloat16()
+    return values

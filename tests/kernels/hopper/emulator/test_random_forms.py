@@ -16,27 +16,10 @@ from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from tests.kernels.hopper.emulator.batch.test_batch_emulator import arenas_of, batch_case
 from tests.kernels.hopper.emulator.emulating import case_of, error, expected
-from tests.kernels.random_forms import POSITIONS, VOCAB, random_form
+from tests.kernels.random_forms import POSITIONS, VOCAB, random_form, random_values
 
 MOST_ERROR = 0.03
 """Of what is rounded to bf16 between ops."""
-
-
-def random_values(program: Program, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    values: dict[str, Tensor] = {}
-    for tensor in program.tensors:
-        if tensor.role == "temp":
-            continue
-        if tensor.dtype == "i64":
-            most = POSITIONS if tensor.name == "positions" else VOCAB
-            values[tensor.name] = torch.randint(0, most, tensor.shape, generator=generator)
-            continue
-        x = torch.randn(tensor.shape, generator=generator)
-        if tensor.role == "weight" and tensor.name not in ("table", "angles"):
-            x = x * tensor.shape[-1] ** -0.5 if len(tensor.shape) > 1 else 1 + 0.1 * x
-        values[tensor.name] = x if tensor.dtype == "f32" else x.bfloat16()
-    return values
 
 
 def require_right(program: Program, rows: int, seed: int) -> None:
