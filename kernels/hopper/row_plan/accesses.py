@@ -46,12 +46,14 @@ class Read:
 class Write:
     """Words that an instruction writes to every rank, once it has polled all words of its phase and
     those before; rank: which rank's instruction, or None if each rank's own writes them at home.
+    is_part: whether readers may take those of some ranks alone, the same on each.
     """
 
     words: range
     generation: int
     rank: int | None = None
     phase: int = 0
+    is_part: bool = False
 
 
 def buffer_words(queues: RowQueues, name: str) -> range:
@@ -193,7 +195,7 @@ def _linear_writes(one: RowLinear, queues: RowQueues, sm: int) -> Iterator[Write
         for rank in ranks:
             own = buffer[rank * size : (rank + 1) * size]
             words = own[first // rows : last // rows]
-            yield Write(words=words, generation=one.generation, rank=rank)
+            yield Write(words=words, generation=one.generation, rank=rank, is_part=True)
     elif epilogue.publishes == "numbers":
         words = range(one.dst + first, one.dst + last)
         yield Write(words=words, generation=one.generation, phase=int(epilogue.summed))
@@ -204,8 +206,8 @@ def _linear_writes(one: RowLinear, queues: RowQueues, sm: int) -> Iterator[Write
 
 
 def _embed_writes(one: RowEmbed, queues: RowQueues) -> Iterator[Write]:
-    """Each rank's columns of an input or of the token's row, or the whole row of any of the other
-    ranks: this one knows that the token is not its own, or it would have pushed.
+    """Each rank's columns of an input or of the token's row, or the whole row of the one rank that
+    has it, which may be the reader's own or any other.
     """
     if not queues.tokens:
         for rank in range(queues.num_ranks):
@@ -222,7 +224,7 @@ def _embed_writes(one: RowEmbed, queues: RowQueues) -> Iterator[Write]:
         return
     for rank in range(queues.num_ranks):
         words = range(one.dst + one.column, one.dst + one.num_words)
-        yield Write(words=words, generation=0, rank=rank)
+        yield Write(words=words, generation=0, rank=rank, is_part=True)
 
 
 def _best_writes(queues: RowQueues, sm: int, generation: int, phase: int) -> Iterator[Write]:

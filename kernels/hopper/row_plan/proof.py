@@ -35,7 +35,8 @@ Clocks = npt.NDArray[np.int32]
 """Counts of phases: [SMs] of one SM's knowledge, or [SMs, SMs] of all."""
 PHASES = 2
 NUM_STEPS = 2
-MAX_RANKS = 128
+PART = 64
+"""Added to the rank whose words are a part that readers may take alone."""
 
 
 def find_hazard(queues: RowQueues) -> str:
@@ -244,7 +245,7 @@ class _Proof:
                     words = slice(write.words.start, write.words.stop)
                     self.flag[words] = self.flag_of(write, step)
                     self.writer[words] = snapshot + task.sm
-                    self.of_rank[words] = write.rank or 0
+                    self.of_rank[words] = (write.rank or 0) + PART * write.is_part
 
     def flag_of(self, access: Read | Write, step: int) -> int:
         return step * self.queues.num_generations + access.generation + 1
@@ -257,19 +258,23 @@ class _Proof:
             for start, stop, flag in key:
                 if (self.flag[start:stop] != flag).any():
                     return None
-                both = self.writer[start:stop] * MAX_RANKS + self.of_rank[start:stop]
+                both = self.writer[start:stop] * (2 * PART) + self.of_rank[start:stop]
                 for each in np.unique(both).tolist():
-                    ranks_of.setdefault(each // MAX_RANKS, set()).add(each % MAX_RANKS)
+                    ranks_of.setdefault(each // (2 * PART), set()).add(each % (2 * PART))
             self.known[key] = self.knowledge(ranks_of)
         return self.known[key]
 
     def knowledge(self, ranks_of: Mapping[int, set[int]]) -> tuple[Clocks, Clocks]:
         """Of writers together, each with the ranks on which it wrote: of itself if that is one's
-        own, of every peer if it did on all of them.
+        own, of every peer if it did on all of them. Parts of some ranks alone are one's own on
+        these and a peer's on others, so they say nothing.
         """
         own = np.zeros(self.num_sms, dtype=np.int32)
         peer = own.copy()
-        for writer, ranks in ranks_of.items():
+        for writer, numbers in ranks_of.items():
+            parts = {number - PART for number in numbers if number >= PART}
+            ranks = {number for number in numbers if number < PART}
+            ranks |= parts if len(parts) == self.queues.num_ranks else set()
             snapshot, sm = divmod(writer, self.num_sms)
             mine, theirs = (clocks[sm] for clocks in self.snapshots[snapshot])
             if 0 in ranks:

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from bench.programs import gated_mlp
-from distmega.errors import CheckError
+from distmega.errors import CheckError, UnsupportedError
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import RowBarrier
 from distmega.kernels.hopper.row_plan import accesses
 from distmega.kernels.hopper.row_plan.proof import find_hazard
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.placements import replicate, shard
 from tests.gpu.test_whole import program_of, random_values
 from tests.kernels.hopper.emulator.emulating import Case, case_of, error, expected, with_queues
 
@@ -115,3 +118,37 @@ def test_an_input_that_one_rank_hands_out_orders_nothing(monkeypatch: pytest.Mon
         accesses, "input_columns", lambda hidden, rank, _: range(0, 0 if rank else hidden)
     )
     assert "has read it" in find_hazard(queues)
+
+
+def gathered(*, looks_up: bool) -> Program:
+    """Ranks have a part of the last product each, and all products before it."""
+    p = ProgramBuilder("gathered")
+    if looks_up:
+        x = p.embedding(p.input("ids", (1,), "i64"), p.weight("table", (50, 64), "bf16"))
+    else:
+        x = p.input("x", (1, 64), "bf16")
+    h = p.linear(x, p.weight("a", (16, 64), "bf16")).map("tanh(a0)")
+    y = p.linear(h, p.weight("b", (64, 16), "bf16"))
+    return p.build(p.linear(y, p.weight("c", (104, 64), "bf16")), y)
+
+
+MARKS = {"a": replicate(), "b": replicate(), "c": shard(0, "tp")}
+
+
+@pytest.mark.parametrize("num_sms", [8, 9])
+def test_columns_of_one_rank_say_nothing_of_the_others(num_sms: int):
+    """SM 0 of each rank ends with the first columns of a result, which are those of rank 0."""
+    program = gathered(looks_up=False)
+    case, values = case_of(program, 2, num_sms, MARKS), random_values(program)
+    inputs = [{"x": torch.randn(1, 64).bfloat16()} for _ in range(3)]
+    exact = expected(program, values, inputs)
+    for ranks, wanted in zip(case.emulate(values, inputs, 0), exact, strict=True):
+        for one in ranks:
+            for name, out in one.outputs.items():
+                assert error(out, wanted[name]) < MOST_ERROR
+
+
+def test_a_row_of_a_token_says_nothing_of_ranks_that_lack_it():
+    """A rank that has it hands it out and hears of nobody before it overwrites columns."""
+    with pytest.raises(UnsupportedError, match="overwrites word"):
+        case_of(gathered(looks_up=True), 2, 8, MARKS | {"table": shard(0, "tp")})
