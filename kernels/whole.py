@@ -140,6 +140,7 @@ def plan_whole(
             team=_team(comm),
             divided=divided_tensors(local),
         )
+        _require_whole_rows(queues, local)
     else:
         kernel = compile_megakernel(
             segment, comm.mesh, num_sms=CPU_SMS, weights=layouts[0], states=layouts[1]
@@ -202,6 +203,22 @@ def _team(comm: Communicator) -> Team | None:
             remedy="plan on a mesh of one axis, or leave out megakernel=True",
         )
     return Team(comm=comm, axis=axes[0])
+
+
+def _require_whole_rows(queues: Queues, local: Localized) -> None:
+    """Refuses rows that come in of which ranks have other columns each, where a kernel takes them
+    for the same: ranks hand out a token's row, and that of an input to the kernel of one row.
+    """
+    if queues.num_ranks == 1 or (isinstance(queues, BatchQueues) and not queues.tokens):
+        return
+    columns = max(local.allocations[queues.embed].dims, key=lambda found: found.dim)
+    if columns.axes and columns.local_extent == queues.hidden:
+        raise UnsupportedError(
+            f"rows of {queues.embed!r} with {columns.local_extent} of {columns.extent} columns on "
+            "each rank",
+            expected="whole rows on all ranks, or ranks that gather them",
+            remedy=f"replicate {queues.embed!r}, or leave out megakernel=True",
+        )
 
 
 def _interpreted_us(program: Program) -> float:

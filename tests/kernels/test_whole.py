@@ -1,5 +1,7 @@
 """Whole programs as one launch a rank on CPUs: the interpreter against library ops."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,11 +9,15 @@ from distmega.compiled import CompiledProgram, compile_plan
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import ProgramError, RankFailure, UnsupportedError
 from distmega.hostir.comm.communicator import SingleCommunicator
-from distmega.kernels.machines import CPU
+from distmega.kernels import runners, whole
+from distmega.kernels.machines import CPU, H200
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import Layout, replicate, shard
+from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
+from tests.hostir.threads import ThreadCommunicator, Wires
 
 MESH = DeviceMesh(tp=1)
 
@@ -100,6 +106,37 @@ def test_a_call_with_an_index_out_of_range_leaves_the_program_usable():
         (found,) = step(call).values()
         expected = given["table"][call["ids"]] @ given["w"].T * (given["v"] @ given["u"].T)
         torch.testing.assert_close(found, expected)
+
+
+def divided(rows: int, *, looks_up: bool) -> tuple[Program, dict[str, Layout]]:
+    """Ranks have some columns of the rows that come in, and add up products of these."""
+    p = ProgramBuilder("divided")
+    table = p.weight("rows", (50, 64), "bf16") if looks_up else None
+    x = (
+        p.embedding(p.input("ids", (rows,), "i64"), table)
+        if table
+        else p.input("rows", (rows, 64), "bf16")
+    )
+    h = p.linear(x, p.weight("up", (128, 64), "bf16")).map("tanh(a0)")
+    program = p.build(p.linear(h, p.weight("down", (64, 128), "bf16")))
+    return program, {"up": shard(1, "tp"), "rows": shard(1, "tp"), "down": replicate()}
+
+
+@pytest.mark.parametrize(
+    ("rows", "looks_up", "is_refused"), [(1, True, True), (3, True, True), (3, False, False)]
+)
+def test_rows_of_which_ranks_have_parts_are_not_exchanged(rows, looks_up, is_refused, monkeypatch):
+    monkeypatch.setattr(runners, "require_hopper", lambda device: 8)
+    monkeypatch.setattr(whole, "_team", lambda comm: SimpleNamespace(team_rank=0, size=2))
+    program, marks = divided(rows, looks_up=looks_up)
+    mesh = DeviceMesh(tp=2)
+    local = localize(plan_program(program, mesh, H200, marks))
+    comm = ThreadCommunicator(mesh, 0, Wires(mesh))
+    if not is_refused:
+        assert whole.plan_whole(local, comm, torch.device("cuda", 0)).queues.num_ranks == 2
+        return
+    with pytest.raises(UnsupportedError, match="rows of 'rows' with 32 of 64 columns on each rank"):
+        whole.plan_whole(local, comm, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("megakernel", ["yes", None, 1])
