@@ -48,9 +48,9 @@ from distmega.superopt.rules import RewriteRule
 
 KERNEL_KINDS = frozenset({
     "linear", "pointwise", "reduce", "rms_norm", "layer_norm", "softmax", "rope", "attention",
-    "biased_attention", "kv_append", "embedding", "slice", "concat", "reshape", "transpose", "set",
-    "argmax", "take_shard", "top", "cutoff", "sample", "top_k", "route", "gather_rows",
-    "grouped_linear", "scatter_add",
+    "biased_attention", "kv_append", "embedding", "slice", "concat", "expand", "reshape",
+    "transpose", "set", "argmax", "take_shard", "top", "cutoff", "sample", "top_k", "route",
+    "gather_rows", "grouped_linear", "scatter_add",
 })  # fmt: skip
 """Op kinds that a megakernel does, unless the caller knows better."""
 

@@ -16,7 +16,6 @@ from distmega.kernels.isa.rules_move import COPY_DIMS, COPY_KINDS, MOVE_RULES, c
 from distmega.kernels.runtime.arena import Operand, Space
 from distmega.kernels.tasks.geometry import make_geometry, unfit
 from distmega.kernels.tasks.types import TaskGroup
-from distmega.program.kinds import kind_of
 from distmega.program.types import Op, Tensor, accesses, grouped_index, packed_strides
 
 RULES: Mapping[str, LoweringRule] = {**COMPUTE_RULES, **MOVE_RULES}
@@ -48,10 +47,6 @@ def lower_group(
         ]
     if op.kind not in RULES:
         raise unfit(op, "no instruction computes this kind")
-    if kind_of(op).is_elementwise and op.get("dtypes", ()):
-        raise unfit(op, "its result has another type than its first operand")
-    if op.kind == "attention" and op.get("softcap", 0):
-        raise unfit(op, "its scores have a soft cap")
     rule = RULES[op.kind]
     context = _context(group, operands, rule.classes(op), rule.limits, mesh_axes, expression)
     return [

@@ -170,7 +170,7 @@ class KvAppend:
 class Attention:
     """Causal attention over caches: q and out over (m, h, g), caches k [h, t, d] and v [h, t, e],
     row-major. heads: 0 where all rows share these; else row m has caches of its own, m * heads * t
-    positions on.
+    positions on. softcap: 0, or scores are softcap * tanh(score / softcap).
     """
 
     q: Ref
@@ -189,6 +189,7 @@ class Attention:
     heads: int
     scale: float
     window: int
+    softcap: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

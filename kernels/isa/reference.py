@@ -59,7 +59,7 @@ def _pointwise(i: opcodes.Pointwise, memory: RankMemory) -> Run:
     tree = unpack_expression(memory.constants, i.expr)
 
     def run() -> None:
-        out.copy_(pointwise.pointwise(tree, args))
+        out.copy_(pointwise.pointwise(tree, args, out.dtype))
 
     return run
 
@@ -123,7 +123,7 @@ def _attention(i: opcodes.Attention, memory: RankMemory) -> Run:
     out = memory.view(i.out, (i.m, i.h, i.g, i.e), (*i.out_strides, 1))
 
     def run() -> None:
-        out.copy_(library.attention(q, k, v, positions, i.scale, i.window))
+        out.copy_(library.attention(q, k, v, positions, i.scale, i.window, i.softcap))
 
     return run
 

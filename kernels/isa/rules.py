@@ -274,6 +274,7 @@ def _attention(context: Context, part: IterationBox) -> Instruction:
         heads=heads,
         scale=context.number("scale"),
         window=int(context.number("window", 0)),
+        softcap=context.number("softcap", 0.0),
     )
 
 

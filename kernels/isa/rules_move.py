@@ -114,7 +114,7 @@ def _argmax_ranks(context: Context, part: IterationBox) -> Instruction:
     )
 
 
-COPY_KINDS = ("slice", "concat", "reshape", "transpose", "set")
+COPY_KINDS = ("slice", "concat", "expand", "reshape", "transpose", "set")
 COPY_DIMS = {"i": 6}
 """Dims of a copy. Copies have no rule in the table: they walk operands, see copy_instructions."""
 

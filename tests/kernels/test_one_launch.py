@@ -55,7 +55,9 @@ class Maker:
         weight, bias = (self.p.weight(part, x.shape[-1:]) for part in (name, f"{name}.b"))
         return self.p.layer_norm(x, weight, bias, EPS)
 
-    def attention(self, x: Handle, kv_heads: int, group: int, dim: int) -> Handle:
+    def attention(
+        self, x: Handle, kv_heads: int, group: int, dim: int, softcap: float = 0.0
+    ) -> Handle:
         """Attention with rotation of x's rows, at positions from FIRST on."""
         p, rows = self.p, x.shape[0]
         at, table = p.input("at", (rows,), "i64"), p.weight("rope", (CONTEXT, dim))
@@ -69,7 +71,7 @@ class Maker:
         caches = [p.state(f"{name}_cache", (kv_heads, CONTEXT, dim)) for name in "kv"]
         p.kv_append(caches[0], p.rope(made["k"], at, table), at)
         p.kv_append(caches[1], made["v"], at)
-        mixed = p.attention(p.rope(made["q"], at, table), *caches, at, dim**-0.5)
+        mixed = p.attention(p.rope(made["q"], at, table), *caches, at, dim**-0.5, softcap=softcap)
         out = p.weight("o", (x.shape[-1], *shapes["q"]))
         self.marks["o"] = shard(1, "tp")
         return p.linear(mixed, out, spec="m h g d, k h g d -> m k")
@@ -95,12 +97,13 @@ def rotate_of(t: Tensors, x: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def attention_of(t: Tensors, x: Tensor) -> Tensor:
+def attention_of(t: Tensors, x: Tensor, softcap: float = 0.0) -> Tensor:
     q, k, v = (torch.tensordot(x, t[name], ([-1], [-1])) for name in "qkv")
     keys, values = t["k_cache"].clone(), t["v_cache"].clone()
     keys[:, t["at"]] = rotate_of(t, k).transpose(0, 1)
     values[:, t["at"]] = v.transpose(0, 1)
     scores = torch.einsum("mhgd,htd->mhgt", rotate_of(t, q), keys) * q.shape[-1] ** -0.5
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     hidden = torch.arange(CONTEXT) > t["at"][:, None, None, None]
     mixed = torch.einsum(
         "mhgt,hte->mhge", scores.masked_fill(hidden, -torch.inf).softmax(-1), values
@@ -274,10 +277,33 @@ def windows_of_rows(m: Maker) -> Made:
     return [y, far], lambda t: [t["x"].T - t["x"].amax(1), t["x"][[0, 1, 4, 5]]]
 
 
+def capped_scores(m: Maker) -> Made:
+    x = m.p.input("x", (3, 64))
+    y = x + m.attention(m.rms(x, "n"), 4, 2, 16, softcap=0.5)
+    return [y], lambda t: [t["x"] + attention_of(t, rms_of(t, t["x"], "n"), 0.5)]
+
+
+def other_types(m: Maker) -> Made:
+    """A mask, whole numbers, and rows that are repeated."""
+    p = m.p
+    x, y = p.input("x", (6, 32)), p.input("y", (1, 32))
+    repeated = p.expand(m.linear(y, "up", 32, split=0), (6, 32))
+    mask = p.pointwise("lt(a0, a1)", x, repeated, dtype="bool")
+    chosen = p.pointwise("where(a0, a1, a2)", mask, x, repeated, dtype="f32")
+    whole = p.pointwise("floor(a0 * 4.0)", chosen, dtype="i64")
+
+    def in_torch(t: Tensors) -> Sequence[Tensor]:
+        repeated = linear_of(t, t["y"], "up").expand(6, 32)
+        chosen = t["x"].minimum(repeated)
+        return [t["x"] < repeated, chosen, (4 * chosen).floor().long()]
+
+    return [mask, chosen, whole], in_torch
+
+
 PROGRAMS: Sequence[Callable[[Maker], Made]] = (
     readme_mlp, tanh_gate, turned_gate, hidden_of_160, odd_sizes, ungated, layer_norms, parallel,
     post_norms, heads_of_96, prompt_of_4, prompt_of_64, three_linears, batched_linear, classifier,
-    hidden_state_too, windows_of_rows,
+    hidden_state_too, windows_of_rows, capped_scores, other_types,
 )  # fmt: skip
 
 
