@@ -253,6 +253,7 @@ def next_tokens(
     rows = gpu.best_rows.read(sm.compute, at).astype(np.int64).reshape(BATCH, MAX_SMS)
     highest = values.max(axis=1)
     lowest = np.where(values == highest[:, None], rows, NO_ROW).min(axis=1)
+    lowest = np.where(lowest == NO_ROW, 0, lowest)
     ranks = gpu.queues.num_ranks
     if ranks == 1:
         return tuple(int(token) for token in lowest)
