@@ -3,7 +3,15 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from transformers import GPT2Config, GraniteConfig, Olmo2Config, PhiConfig, PretrainedConfig
+from transformers import (
+    BloomConfig,
+    GPT2Config,
+    GraniteConfig,
+    MptConfig,
+    Olmo2Config,
+    PhiConfig,
+    PretrainedConfig,
+)
 
 CONTEXT = 160
 SIZES = {
@@ -21,6 +29,10 @@ DECODERS: Mapping[str, Callable[[], PretrainedConfig]] = MappingProxyType(
         "granite": lambda: GraniteConfig(
             hidden_size=256, num_key_value_heads=2, embedding_multiplier=12.0,
             residual_multiplier=0.22, logits_scaling=8.0, **SIZES,
+        ),
+        "bloom": lambda: BloomConfig(vocab_size=328, hidden_size=256, n_layer=2, n_head=4),
+        "mpt": lambda: MptConfig(
+            vocab_size=328, d_model=256, n_heads=4, n_layers=2, max_seq_len=CONTEXT
         ),
     }
 )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Attention that a module wrote out, of one row over caches, as the op that programs state, with
-what it adds to scores in a table.
+"""Attention that a module wrote out, of one row or of rows with caches each, as the op that
+programs state, with what it adds to scores in a table.
 
 In: a draft. Scores are a product of queries and cached keys; what stands between it and the softmax
 must be linear in it, and is worked out for every position: a table of positions and heads of what
-is seen, the lowest numbers for the rest. Rows of prompts stay as they are. Used by normalise; next
-on the walk: rotations.py.
+is seen, the lowest numbers for the rest. All rows must be treated alike, each by its own position.
+Rows of prompts stay as they are. Used by normalise; next on the walk: rotations.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,14 +38,14 @@ def state_biases(
     tables.
     """
     given = draft.tensors.get(positions)
-    if given is None or given.num_elements != 1 or num_positions > MAX_POSITIONS:
+    if given is None or num_positions > MAX_POSITIONS:
         return
-    scores = _ScoreForms(draft, positions, num_positions, constants)
+    scores = _ScoreForms(draft, positions, num_positions, given.num_elements, constants)
     changes: dict[str, list[Op]] = {}
     for op in draft.ops:
         found = scores.written_out(op)
         if found is not None:
-            changes[op.name] = _stated(draft, op, found, positions, constants)
+            changes[op.name] = _stated(draft, op, found, given, constants)
     draft.replace(changes)
 
 
@@ -75,10 +75,13 @@ class _ScoreForms:
     draft: Draft
     positions: str
     num_positions: int
+    num_rows: int
     constants: Mapping[str, Values]
     producers: dict[str, Op] = field(init=False)
     appended: set[str] = field(init=False)
     known: dict[object, _AddedTable | None] = field(default_factory=dict)
+    of_rows: dict[tuple[str, str], bool] = field(default_factory=dict)
+    """Whether a tensor depends on positions or a score, by both names."""
 
     def __post_init__(self) -> None:
         self.producers = self.draft.producers()
@@ -95,7 +98,7 @@ class _ScoreForms:
         values = self.cache(op.reads[1])
         if values is None:
             return None
-        num_heads, _, width = values.shape
+        num_heads, _, width = values.shape[-3:]
         weights = StridedView("", 0, packed_strides(self.shape(op.reads[0].tensor)))
         if not self.multiplies(op, values, weights, summed=False):
             return None
@@ -103,7 +106,7 @@ class _ScoreForms:
         if softmax is None or softmax.kind != "softmax":
             return None
         scored = softmax.reads[0].tensor
-        if self.shape(scored)[-1] != values.shape[1]:
+        if self.shape(scored)[-1] != values.shape[-2]:
             return None
         product = self.product(scored)
         if product is None or len(product.reads) != 2:
@@ -111,12 +114,13 @@ class _ScoreForms:
         keys = self.cache(product.reads[1])
         query = self.laid(product.reads[0].tensor)
         base = self.draft.tensors[query.tensor]
-        if keys is None or keys.shape[:2] != values.shape[:2]:
+        if keys is None or keys.shape[:-1] != values.shape[:-1]:
             return None
         out = self.draft.tensors[op.writes[0].tensor]
-        if base.num_elements != num_heads * keys.shape[2] or base.dtype != out.dtype:
+        num = self.num_rows * num_heads
+        if base.num_elements != num * keys.shape[-1] or base.dtype != out.dtype:
             return None
-        if out.num_elements != num_heads * width or not self.multiplies(
+        if out.num_elements != num * width or not self.multiplies(
             product, keys, query, summed=True
         ):
             return None
@@ -159,9 +163,10 @@ class _ScoreForms:
         return StridedView(below.tensor, offset, strides)
 
     def cache(self, read: Access) -> Tensor | None:
-        """The cache [h, t, d] of one sequence whose elements an operand is."""
+        """The cache [h, t, d] of a sequence, or [m, h, t, d] of several, that an operand shows."""
         found = self.draft.tensors[self.laid(read.tensor).tensor]
-        fits = found.name in self.appended and len(found.shape) == 3
+        front = (self.num_rows,) if self.num_rows > 1 else ()
+        fits = found.name in self.appended and found.shape[:-3] == front and len(found.shape) > 2
         return found if fits and self.shape(read.tensor) else None
 
     def maker(self, name: str) -> Op | None:
@@ -178,9 +183,9 @@ class _ScoreForms:
 
     def multiplies(self, op: Op, cache: Tensor, other: StridedView, *, summed: bool) -> bool:
         """Whether an op is the product of each head of a cache, its elements summed or else its
-        positions, and of one row a head of the other operand, heads side by side.
+        positions, and of one row a head of the other operand, heads side by side, rows too.
         """
-        num_heads, num, width = cache.shape
+        num_heads, num, width = cache.shape[-3:]
         shown = self.laid(op.reads[1].tensor)
         out = packed_strides(self.shape(op.writes[0].tensor))
         by_axis = [
@@ -191,18 +196,22 @@ class _ScoreForms:
         ]  # fmt: skip
         inner, outer = (width, num) if summed else (num, width)
         along = (1, width) if summed else (width, 1)
-        wanted = {
-            (num_heads, (inner, num * width, outer)),
-            (inner, (1, along[0], None)),
-            (outer, (None, along[1], 1)),
-        }
+        of_heads = (inner, num * width, outer)
+        of_rows = (num_heads * inner, num_heads * num * width, num_heads * outer)
+        products = (inner, (1, along[0], None)), (outer, (None, along[1], 1))
+        wanted = (
+            {(self.num_rows, of_rows), (num_heads, of_heads), *products},
+            {(self.num_rows * num_heads, of_heads), *products},
+        )
         found = {
             (axis.extent, tuple(steps.get(axis.name) for steps in by_axis))
             for axis in op.axes
             if axis.extent > 1
         }
         offsets = shown.offset, other.offset
-        return found == {each for each in wanted if each[0] > 1} and offsets == (0, 0)
+        return offsets == (0, 0) and any(
+            found == {each for each in one if each[0] > 1} for one in wanted
+        )
 
     def product(self, name: str) -> Op | None:
         """The only product that a tensor is made of by views and pointwise ops."""
@@ -241,7 +250,8 @@ class _ScoreForms:
             if found is None or found[0] is None:
                 return None
             whole = found[0], found[1]
-            a, b = (each.expand(self.shape(scored)).reshape(num_heads, num) for each in whole)
+            shape = self.shape_alone(scored, score)
+            a, b = (each.expand(shape).reshape(num_heads, num) for each in whole)
             seen = b > UNSEEN
             if position == num - 1:
                 window, scale = int(seen[0].sum()), float(a[0, -1])
@@ -257,7 +267,9 @@ class _ScoreForms:
     def value(
         self, name: str, score: str, position: int, values: dict[str, Affine | None]
     ) -> Affine | None:
-        """A tensor at one position, if it is linear in the score. values: those that are known."""
+        """A tensor of one row at one position, if it is linear in the score, and all rows have it
+        so. values: those that are known.
+        """
         if name not in values:
             values[name] = self.new_value(name, score, position, values)
         return values[name]
@@ -265,7 +277,8 @@ class _ScoreForms:
     def new_value(
         self, name: str, score: str, position: int, values: dict[str, Affine | None]
     ) -> Affine | None:
-        zero = torch.zeros(self.shape(name), dtype=torch.float64)
+        shape = self.shape_alone(name, score)
+        zero = torch.zeros(shape, dtype=torch.float64)
         if name == score:
             return zero + 1, zero
         if name == self.positions:
@@ -276,15 +289,72 @@ class _ScoreForms:
         operands = [self.value(read.tensor, score, position, values) for read in op.reads]
         if any(operand is None for operand in operands):
             return None
-        given = [operand for operand in operands if operand is not None]
+        given = [
+            _of_one(operand, self.shape(op.writes[0].tensor), shape)
+            for operand in operands
+            if operand is not None
+        ]
+        if not self.keeps_rows(op, score):
+            return None
         if op.is_view:
-            return _shown(op, given[0], self.shape(name))
+            return _shown(op, given[0], shape)
         if any(_is_turned(read, op.writes[0]) for read in op.reads):
             return None
         try:
-            return expr.evaluate(expr.parse(str(op.attr("expr"))), given, AFFINE, _constant)
+            found = expr.evaluate(expr.parse(str(op.attr("expr"))), given, AFFINE, _constant)
         except (KeyError, _NotLinear):  # another function
             return None
+        # a constant that tells rows apart makes more of one
+        same = all(
+            value is None or torch.broadcast_shapes(value.shape, shape) == shape for value in found
+        )
+        return found if same else None
+
+    def is_of_rows(self, name: str, score: str) -> bool:
+        """Whether a tensor depends on positions or the score."""
+        key = name, score
+        if key not in self.of_rows:
+            op = self.producers.get(name)
+            self.of_rows[key] = name in (score, self.positions) or (
+                op is not None and any(self.is_of_rows(read.tensor, score) for read in op.reads)
+            )
+        return self.of_rows[key]
+
+    def shape_alone(self, name: str, score: str) -> tuple[int, ...]:
+        """The shape of what one row has of a tensor; the first dim is rows or begins so."""
+        shape = self.shape(name)
+        if self.num_rows == 1 or not self.is_of_rows(name, score) or not shape:
+            return shape
+        return (shape[0] // self.num_rows, *shape[1:])
+
+    def keeps_rows(self, op: Op, score: str) -> bool:
+        """Whether rows are the first dim of what an op takes and gives, each made of its own."""
+        (write,) = op.writes
+        if self.num_rows == 1 or not self.is_of_rows(write.tensor, score):
+            return True
+        reads = [read for read in op.reads if self.is_of_rows(read.tensor, score)]
+        names = [each.tensor for each in (*reads, write)]
+        if any(not self.shape(name) or self.shape(name)[0] % self.num_rows for name in names):
+            return False
+        if not op.is_view:
+            first = self.shape(write.tensor)[:1]
+            return all(
+                len(read.dims) == len(write.dims) and self.shape(read.tensor)[:1] == first
+                for read in reads
+            )
+        (read,) = op.reads
+        packed = packed_strides(self.shape(read.tensor))
+        strides = view_strides(op, packed)
+        if strides is None:
+            return False
+        shape = self.shape(write.tensor)
+        steps = zip(shape, strides, packed_strides(shape), strict=True)
+        if all(num == 1 or step == own for num, step, own in steps):
+            return True
+        if strides[0] != packed[0]:
+            return False
+        last = sum((num - 1) * step for num, step in zip(shape[1:], strides[1:], strict=True))
+        return last < packed[0]
 
 
 class _NotLinear(Exception):
@@ -351,6 +421,20 @@ def _shown(view: Op, value: Affine, shape: tuple[int, ...]) -> Affine | None:
     return a, b
 
 
+def _of_one(value: Affine, whole: tuple[int, ...], alone: tuple[int, ...]) -> Affine:
+    """What one row takes of an operand that has the dims of all, if that is the same for all."""
+
+    def cut(x: Values | None) -> Values | None:
+        if x is None or whole == alone or x.dim() < len(whole) or x.shape[0] != whole[0]:
+            return x
+        rows = x.unflatten(0, (whole[0] // alone[0], alone[0]))
+        return rows[0] if bool((rows == rows[:1]).all()) else x
+
+    a, b = (cut(x) for x in value)
+    assert b is not None
+    return a, b
+
+
 def _is_turned(read: Access, write: Access) -> bool:
     """Whether an operand does not lie as the result does, dims from the right."""
     behind = write.dims[len(write.dims) - len(read.dims) :]
@@ -371,14 +455,18 @@ def _steps(op: Op, access: Access, strides: tuple[int, ...]) -> dict[str, int]:
 
 
 def _stated(
-    draft: Draft, op: Op, found: _WrittenAttention, positions: str, constants: dict[str, Values]
+    draft: Draft,
+    op: Op,
+    found: _WrittenAttention,
+    positions: Tensor,
+    constants: dict[str, Values],
 ) -> list[Op]:
     """The op's result by attention."""
     emitter = Emitter(draft)
-    num_heads, _, width = found.keys.shape
-    heads = (1, num_heads, 1, width)
+    num_heads, _, width = found.keys.shape[-3:]
+    heads = (positions.num_elements, num_heads, 1, width)
     query = data_movement.reshape(emitter.name(f"{op.name}.heads"), found.query, heads, kind="view")
-    operands = emitter.add(query), found.keys, found.values, draft.tensors[positions]
+    operands = emitter.add(query), found.keys, found.values, positions
     name, added = emitter.name(op.name), found.added
     table = added.table.T[:, :, None].float().contiguous()
     if bool((table == table[:1]).all()):  # the same for all positions: no difference

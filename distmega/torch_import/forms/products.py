@@ -104,12 +104,13 @@ def _added(
 class _Part:
     """A view of some columns of a product in all of its rows.
 
-    of_rows: its dims that are rows, whose strides are whole rows.
+    counts: of each dim how many columns it counts before it goes on to the next row; 1 of rows
+    alone, 0 of columns alone.
     """
 
     view: Op
     columns: tuple[int, ...]
-    of_rows: tuple[int, ...]
+    counts: tuple[int, ...]
 
 
 def split_products(draft: Draft) -> None:
@@ -202,19 +203,27 @@ def _part(draft: Draft, shown: StridedView, view: Op, whole: Tensor) -> _Part | 
     """A view as columns of all rows; None for another one."""
     shape = draft.tensors[view.writes[0].tensor].shape
     width = whole.shape[-1]
-    dims = list(range(len(shape)))
-    of_rows = [d for d in dims if shape[d] > 1 and shown.strides[d] % width == 0]
-    num_rows = whole.num_elements // width
-    if math.prod(shape[d] for d in of_rows) != num_rows or shown.offset >= width:
+    counts = [_counted(num, step, width) for num, step in zip(shape, shown.strides, strict=True)]
+    rows = [num // count for num, count in zip(shape, counts, strict=True) if count]
+    if math.prod(rows) != whole.num_elements // width or shown.offset >= width:
         return None
     columns = [shown.offset]
-    for dim in dims:
-        if dim not in of_rows and shape[dim] > 1:
-            stride = shown.strides[dim]
-            columns = [column + stride * n for column in columns for n in range(shape[dim])]
+    for num, step, count in zip(shape, shown.strides, counts, strict=True):
+        if count != 1:
+            columns = [column + step * n for column in columns for n in range(count or num)]
     if max(columns) >= width or len(set(columns)) < len(columns):
         return None
-    return _Part(view, tuple(columns), tuple(of_rows))
+    return _Part(view, tuple(columns), tuple(counts))
+
+
+def _counted(extent: int, step: int, width: int) -> int:
+    """See _Part.counts: of a dim of so many elements `step` apart, in rows of `width`."""
+    if extent == 1 or (extent - 1) * step < width:
+        return 0
+    if step % width == 0:
+        return 1
+    count = width // step
+    return count if width % step == 0 and extent % count == 0 else 0
 
 
 def _seen(
@@ -234,13 +243,16 @@ def _seen(
     strides, positions = [], [first]
     for dim, extent in enumerate(out.shape):
         stride = shown.strides[dim]
-        if dim in part.of_rows:
+        count = part.counts[dim]
+        if count == 1:
             strides.append(stride // whole.shape[-1] * len(columns))
             continue
         strides.append(at[shown.offset + stride] - first if extent > 1 else 1)
+        if count and strides[-1] * count != len(columns):
+            return None
         if extent > 1:
             positions = [
-                position + strides[-1] * n for position in positions for n in range(extent)
+                position + strides[-1] * n for position in positions for n in range(count or extent)
             ]
     if positions != [at[column] for column in part.columns]:
         return None

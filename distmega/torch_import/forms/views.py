@@ -6,11 +6,14 @@ shape is gone. Used by products.py; last of the passes.
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 from distmega.program.kinds import kind_of
 from distmega.program.ops import data_movement
 from distmega.program.types import Access, Op, Tensor, contracts, packed_strides, view_strides
 from distmega.torch_import.forms.draft import Draft, Emitter
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +63,24 @@ def _is_by_rows(op: Op) -> bool:
 
 
 def drop_front(draft: Draft) -> None:
-    """Lets ops on rows go without the dim of extent 1 that torch's batches are."""
+    """Lets ops on rows go without the first dim of extent 1, which torch's batches have in front,
+    or behind the rows where these are its batch.
+    """
     changes: dict[str, list[Op]] = {}
     for op in draft.ops:
         out = draft.tensors[op.writes[0].tensor] if op.writes else None
-        if not _is_by_rows(op) or out is None or len(out.shape) < 3 or out.shape[0] != 1:
+        if not _is_by_rows(op) or out is None or len(out.shape) < 3:
             continue
+        if out.shape[0] != 1 and (len(out.shape) > 3 or out.shape[1] != 1):
+            continue
+        at = out.shape.index(1)
         emitter = Emitter(draft)
-        (front,) = op.writes[0].dims[0].axes
+        (front,) = op.writes[0].dims[at].axes
         seen: dict[str, str] = {}
-        reads = tuple(_bare(emitter, op, read, front, len(out.shape), seen) for read in op.reads)
-        bare = Tensor(name=emitter.name(out.name), shape=out.shape[1:], dtype=out.dtype)
-        write = Access(tensor=bare.name, dims=op.writes[0].dims[1:])
+        rank = len(out.shape)
+        reads = tuple(_bare(emitter, read, front, at, rank, seen) for read in op.reads)
+        bare = Tensor(name=emitter.name(out.name), shape=_without(out.shape, at), dtype=out.dtype)
+        write = Access(tensor=bare.name, dims=_without(op.writes[0].dims, at))
         axes = tuple(axis for axis in op.axes if axis.name != front)
         emitter.add((replace(op, axes=axes, reads=reads, writes=(write,)), (bare,)))
         emitter.add(data_movement.reshape(out.name, bare, out.shape, kind="view"))
@@ -81,17 +90,25 @@ def drop_front(draft: Draft) -> None:
 
 
 def _bare(
-    emitter: Emitter, op: Op, read: Access, front: str, rank: int, seen: dict[str, str]
+    emitter: Emitter, read: Access, front: str, at: int, rank: int, seen: dict[str, str]
 ) -> Access:
-    """An operand without its first dim, if it has that dim. seen: tensor -> it without that dim."""
-    if len(read.dims) < rank and all(index.axes != (front,) for index in read.dims):
+    """An operand without the dim of axis `front`, dim number `at` of `rank` ones of the result, if
+    it has that dim. seen: tensor -> it without that dim.
+    """
+    own = [dim for dim, index in enumerate(read.dims) if index.axes == (front,)]
+    source = emitter.draft.tensors[read.tensor]
+    dim = own[0] if own else at
+    if not own and (len(read.dims) < rank or source.shape[dim] != 1):
         return read
     if read.tensor not in seen:
-        source = emitter.draft.tensors[read.tensor]
         name = emitter.name(source.name)
-        built = data_movement.reshape(name, source, source.shape[1:], kind="view")
+        built = data_movement.reshape(name, source, _without(source.shape, dim), kind="view")
         seen[read.tensor] = emitter.add(built).name
-    return Access(tensor=seen[read.tensor], dims=read.dims[1:])
+    return Access(tensor=seen[read.tensor], dims=_without(read.dims, dim))
+
+
+def _without(dims: tuple[T, ...], dim: int) -> tuple[T, ...]:
+    return dims[:dim] + dims[dim + 1 :]
 
 
 def flatten_views(draft: Draft) -> None:
