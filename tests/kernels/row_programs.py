@@ -179,6 +179,10 @@ HEADS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "64 biased": {"heads": 2, "group": 3, "biased": True, "window": 40},
     "80 biased": {"heads": 2, "dim": 80, "biased": True, "softcap": 0.5},
     "128 biased": {"heads": 1, "dim": 128, "group": 16, "biased": True},
+    "136": {"heads": 2, "dim": 136, "group": 3, "window": 40, "context": 300},
+    "192 biased": {"heads": 1, "dim": 192, "group": 7, "biased": True},
+    "200 of each": {"heads": 1, "dim": 200, "group": 12, "each_head": True},
+    "256 capped": {"heads": 1, "dim": 256, "group": 8, "softcap": 5.0, "context": 700},
 })  # fmt: skip
 """Heads for `attending` of several rows."""
 

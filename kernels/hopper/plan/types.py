@@ -22,10 +22,8 @@ from distmega.kernels.tasks.fuse import FusedSample
 from distmega.kernels.tasks.graph import Mode
 from distmega.program.expr import Expr
 
-HEAD_DIMS = range(8, 129, 8)
-"""Elements of a head, where there are several rows."""
-ROW_HEAD_DIMS = range(8, 257, 8)
-"""Elements of a head of one row."""
+HEAD_DIMS = range(8, 257, 8)
+"""Elements of a head."""
 ROW_MULTIPLE = 8
 """Of the elements of a row of weights: 16 bytes, as the copy engine steps."""
 MAX_QUERIES = 8
@@ -291,8 +289,7 @@ def unfit(found: str) -> UnsupportedError:
     """The error for a segment that the kernel can't do."""
     return UnsupportedError(
         f"the decode kernel can't do {found}",
-        expected=f"one token, rows of a multiple of {ROW_MULTIPLE} elements, heads of a multiple "
-        f"of {ROW_HEAD_DIMS.step} up to {ROW_HEAD_DIMS[-1]}; or up to 16, heads up to "
-        f"{HEAD_DIMS[-1]}",
+        expected=f"1 to 16 tokens, rows of a multiple of {ROW_MULTIPLE} elements, heads of a "
+        f"multiple of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}",
         remedy="run the segment by library ops",
     )

@@ -90,6 +90,12 @@ def padded_half(head_dim: int) -> int:
 
 
 @constexpr_function
+def padded_columns(head_dim: int) -> int:
+    """Columns of the slots of a block of keys, up to a power of two."""
+    return 2 * padded_half(head_dim)
+
+
+@constexpr_function
 def is_padded(head_dim: int) -> bool:
     """Whether there are such zeros."""
     return head_dim not in (64, 128, 256)

@@ -37,8 +37,8 @@ from distmega.kernels.hopper.plan.matrices import (
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED, in_order, split_operands
 from distmega.kernels.hopper.plan.segment import find_agreement
 from distmega.kernels.hopper.plan.types import (
+    HEAD_DIMS,
     ITEM_BYTES,
-    ROW_HEAD_DIMS,
     ROW_MATRICES,
     ROW_MULTIPLE,
     AttentionShape,
@@ -322,7 +322,7 @@ class _Builder:
 
     def inspect(self) -> None:
         """What all ops share."""
-        found = find_agreement(self.segment, self.fused, max_rows=1, head_dims=ROW_HEAD_DIMS)
+        found = find_agreement(self.segment, self.fused, max_rows=1, head_dims=HEAD_DIMS)
         self.num_ranks, self.embedding, self.entry = found.num_ranks, found.embedding, found.entry
         self.choice, self.attention, self.eps = found.choice, found.attention, found.eps
         self.experts = expert_shape(self.fused, self.weights)

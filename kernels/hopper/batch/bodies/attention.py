@@ -21,6 +21,12 @@ from distmega.kernels.hopper.batch.bodies.blocks import (
     queries,
     store_halves,
 )
+from distmega.kernels.hopper.batch.bodies.wide import (
+    attend_wide_block,
+    begin_wide,
+    numbers_of_queries,
+    rows_of_queries,
+)
 from distmega.kernels.hopper.batch.device import pair_index
 from distmega.kernels.hopper.batch_plan.fields import (
     ATT_K_NORM,
@@ -52,6 +58,7 @@ from distmega.kernels.hopper.ptx.shapes import (
     head_rows,
     is_padded,
     num_halves,
+    padded_columns,
 )
 
 
@@ -185,7 +192,7 @@ def head_factors(words, memory, sequence, head, query0, eps, spec: gl.constexpr)
 
 @gluon.jit
 def rotated_columns(
-    words, memory, sequence, head, query0, position, inv, h: gl.constexpr, spec: gl.constexpr
+    words, memory, sequence, head, query0, position, inv, h, spec: gl.constexpr
 ):
     """Columns [16, 64] from 64 h on of what rotated_rows gives, for heads whose halves are no
     powers of two: each column with the one that it is rotated with; zeros past the last. inv:
@@ -225,7 +232,7 @@ def rotated_columns(
 
 
 @gluon.jit
-def append_columns(cache, k_row, v_row, x, h: gl.constexpr, D: gl.constexpr, G: gl.constexpr):
+def append_columns(cache, k_row, v_row, x, h, D: gl.constexpr, G: gl.constexpr):
     """64 columns of rows G (key) and G + 1 (value) into the cache."""
     PAIR: gl.constexpr = head_rows(64, 4)
     row = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
@@ -301,16 +308,21 @@ def combine(
     """The output from the partials of SMs first_sm on: the first's second, the others' first."""
     OUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0])
     WIDTH: gl.constexpr = 64 * num_halves(D)
+    SPAN: gl.constexpr = padded_columns(D)
     stride: gl.constexpr = GROUP_LIMIT * WIDTH + PARTIAL_EXTRA
     r = gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, OUT))
-    c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUT))
-    o = gl.zeros([GROUP_LIMIT, WIDTH], gl.float32, layout=OUT)
+    c = gl.arange(0, SPAN, layout=gl.SliceLayout(0, OUT))
+    o = gl.zeros([GROUP_LIMIT, SPAN], gl.float32, layout=OUT)
     m = gl.full([GROUP_LIMIT], float("-inf"), gl.float32, layout=gl.SliceLayout(1, OUT))
     l = gl.zeros([GROUP_LIMIT], gl.float32, layout=gl.SliceLayout(1, OUT))
     for i in range(keep(num)):
         slot = (first_sm + i) * 2 + gl.where(i == 0, 1, 0)
         at = partials + slot * stride + gl.expand_dims(r * WIDTH, 1) + gl.expand_dims(c, 0)
-        y = gl.load(at, cache_modifier=".cg")
+        if SPAN == WIDTH:
+            y = gl.load(at, cache_modifier=".cg")
+        else:
+            inside = gl.expand_dims(c < WIDTH, 0) & gl.expand_dims(r >= 0, 1)
+            y = gl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
         highest = gl.load(partials + slot * stride + GROUP_LIMIT * WIDTH + r, cache_modifier=".cg")
         sums = gl.load(
             partials + slot * stride + GROUP_LIMIT * WIDTH + GROUP_LIMIT + r, cache_modifier=".cg"
@@ -322,11 +334,11 @@ def combine(
         l = l * alpha + sums * beta
         m = m_new
     o = o / gl.expand_dims(l, 1)
-    even, odd = gl.split(gl.reshape(o, [GROUP_LIMIT, WIDTH // 2, 2]))
+    even, odd = gl.split(gl.reshape(o, [GROUP_LIMIT, SPAN // 2, 2]))
     PAIRED: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
     payload = gl.convert_layout(bf16_pair(even, odd), PAIRED)
     r = gl.expand_dims(gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, PAIRED)), 1)
-    pair = gl.expand_dims(gl.arange(0, WIDTH // 2, layout=gl.SliceLayout(0, PAIRED)), 0)
+    pair = gl.expand_dims(gl.arange(0, SPAN // 2, layout=gl.SliceLayout(0, PAIRED)), 0)
     column = (query0 + r) * D + pair * 2
     mine = r < G
     if is_padded(D):
@@ -402,6 +414,36 @@ def attend_piece(
 
 
 @gluon.jit
+def attend_wide_piece(
+    words, memory, sequence, head, query0, position, first, block0, num, eps, scale, row0, qs, ring,
+    it, spec: gl.constexpr,
+):
+    """As attend_piece, of heads of more than 128 elements; maxima, sums and outputs as wide.py has
+    them.
+    """
+    D: gl.constexpr = spec.head_dim
+    G: gl.constexpr = spec.num_queries
+    inv = head_factors(words, memory, sequence, head, query0, eps, spec)
+    new = row0 + position
+    for h in range(keep(num_halves(D))):
+        x = rotated_columns(words, memory, sequence, head, query0, position, inv, h, spec)
+        x = x.to(gl.bfloat16)
+        qs.index(h).store(x)
+        if block0 == 0:
+            append_columns(memory.cache, words[ATT_K_ROW] + new, words[ATT_V_ROW] + new, x, h, D, G)
+    table = None
+    if spec.biased:
+        table = table_of(words, memory.vectors)
+    m, l, outputs = begin_wide(qs, scale, table, query0, position, block0 == 0, spec)
+    begin = first // TILE_ROWS + block0
+    for block in range(keep(begin), begin + num):
+        it, m, l, outputs = attend_wide_block(
+            qs, ring, it, block, first, position, scale, table, query0, m, l, outputs, spec
+        )
+    return it, numbers_of_queries(m), numbers_of_queries(l), outputs
+
+
+@gluon.jit
 def attention_task(
     words, memory, state, batch, step, sm, num_sms, max_context, eps, scale, qs, ml, scratch, ring,
     it, sequence, head, block, left, start, total, spec: gl.constexpr,
@@ -434,16 +476,25 @@ def attention_task(
         kv_head = head // PARTS
         query0 = kv_head * GROUP + gl.minimum(head % PARTS * G, GROUP - G)
         row0 = (sequence * KVH + kv_head) * max_context
-        it, m, l, o0, o1 = attend_piece(
-            words, memory, sequence, kv_head, query0, position, first, block, num, eps, scale, row0,
-            qs, ring, it, spec,
-        )
-        ml.index(0).store(m)
-        ml.index(1).store(l)
+        if HALVES > 2:
+            it, highest, sums, outputs = attend_wide_piece(
+                words, memory, sequence, kv_head, query0, position, first, block, num, eps, scale,
+                row0, qs, ring, it, spec,
+            )
+        else:
+            it, m, l, o0, o1 = attend_piece(
+                words, memory, sequence, kv_head, query0, position, first, block, num, eps, scale,
+                row0, qs, ring, it, spec,
+            )
+            ml.index(0).store(m)
+            ml.index(1).store(l)
         is_whole = num == num_blocks
         slot = sm * 2 + gl.where(block == 0, 1, 0)
         for h in gl.static_range(HALVES):
-            y, highest, sums = sum_half(o0 if h == 0 else o1, ml, scratch)
+            if HALVES > 2:
+                y = rows_of_queries(outputs[h])
+            else:
+                y, highest, sums = sum_half(o0 if h == 0 else o1, ml, scratch)
             if is_whole:
                 y = y / gl.expand_dims(sums, 1)
                 store_output(memory.acts, words[DST], y, query0, sequence, h, D, G)

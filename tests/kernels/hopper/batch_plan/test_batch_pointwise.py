@@ -21,7 +21,7 @@ from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.fuse import fuse_segment
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
-from tests.kernels.row_programs import HIDDEN, PROGRAMS, attending, matrix, rms
+from tests.kernels.row_programs import HEADS, HIDDEN, PROGRAMS, attending, matrix, rms
 
 
 def queues_of(program: Program, num_sms: int = 20) -> BatchQueues:
@@ -146,6 +146,13 @@ def test_what_rows_do_not_take_is_refused():
     program = p.build(p.pointwise("a0 + a1 + a2 + a3", n, *kept, name="s"), *kept)
     with pytest.raises(UnsupportedError, match="'s', which takes"):
         queues_of(program)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_any_width_are_taken(name: str):
+    queues = queues_of(attending(rows=4, **HEADS[name]))
+    assert queues.attention is not None
+    assert queues.attention.head_dim == HEADS[name].get("dim", 64)
 
 
 def test_attention_finds_what_is_added_to_scores():

@@ -147,7 +147,7 @@ def test_words_of_an_instruction():
 @pytest.mark.parametrize(
     ("changes", "batch", "found"),
     [
-        ({"head_dim": 256}, 4, "heads of 256"),
+        ({"head_dim": 264}, 4, "heads of 264"),
         ({}, 17, "17 tokens"),
     ],
 )
