@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from distmega.hostir.library.ops import run_op
@@ -13,6 +15,7 @@ from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.ops import noise, sampling
+from distmega.program.ops.experts import route_values, top_k_values
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import shard
@@ -183,3 +186,28 @@ def test_ranks_draw_together(tp: int, num_top: int):
     if num_top and tp > 1:
         moved = {op.reads[0].tensor for op in local.program.ops if op.kind == "all_gather"}
         assert moved == {"candidates"}
+
+
+class OnOneDevice(TorchDispatchMode):
+    """Refuses tensors of the host beside those of a device, as a CUDA graph would."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        assert all(x.is_meta for x in given), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_device_the_host_asks_and_copies_nothing():
+    """Tensors of the meta device have no values that a host could ask for."""
+    x, settings = torch.empty(3, 200, device="meta"), torch.empty(3, 3, device="meta")
+    numbers = torch.empty(3, dtype=torch.int64, device="meta")
+    ids = torch.empty(6, 2, dtype=torch.int32, device="meta")
+    with OnOneDevice():
+        limits = sampling.cutoff_values(x, settings)
+        values = sampling.sample_values(x, limits, numbers, numbers, 64, 1000)
+        routed = route_values(ids, 8, numbers[:1])
+        weights, _ = top_k_values(x, 4, "softmax")
+    assert limits.shape == (3, 2)
+    assert [one.shape for one in values] == [(3,)] * 2
+    assert [one.shape for one in routed] == [(8,), (9,), (12,), (6, 2)]
+    assert weights.shape == (3, 4)

@@ -157,7 +157,7 @@ def cutoff_values(x: Any, settings: Any) -> Any:
     weights = weights.masked_fill(~likely, 0.0)
     above = weights.cumsum(-1) - weights
     within = (above < top_p * weights.sum(-1, keepdim=True)) | (top_p >= 1)
-    within[:, 0] = True
+    within[:, 0].fill_(True)
     num_kept = (likely & within).sum(-1, keepdim=True).clamp(min=1)  # none where the largest is NaN
     limits = settings[:, :2].clone()
     limits[:, 1:] = ordered.gather(1, num_kept - 1)

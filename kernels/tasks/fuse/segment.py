@@ -47,7 +47,7 @@ from distmega.kernels.tasks.fuse.types import (
 )
 from distmega.kernels.tasks.fuse.views import shown_by_views
 from distmega.program import expr
-from distmega.program.kinds import kind_of, kinds
+from distmega.program.kinds import kind_of
 from distmega.program.types import (
     Op,
     Program,
@@ -162,24 +162,22 @@ class _SegmentFusion:
 
     def run(self) -> tuple[Fused, ...]:
         """Fused ops, each where all that it reads has been made."""
-        rules: tuple[tuple[str, Callable[[Op], Fused]], ...] = (
-            ("embedding", self.fuse_embedding),
-            ("attention", self.fuse_attention),
-            ("biased_attention", self.fuse_attention),
-            ("argmax", self.fuse_choice),
-            ("sample", self.fuse_choice),
-            ("route", self.fuse_routing),
-            ("gather_rows", self.fuse_expert_rows),
-            ("pointwise", self.fuse_chain),
-            ("scatter_add", self.fuse_expert_sum),
-            ("linear", self.fuse_linear),
-            *((kind.name, self.fuse_norm) for kind in kinds() if kind.is_norm),
-            *((kind.name, self.fuse_gather) for kind in kinds() if kind.gathers_all),
+        rules: tuple[tuple[Callable[[Op], bool], Callable[[Op], Fused]], ...] = (
+            (lambda op: kind_of(op).looks_up_rows, self.fuse_embedding),
+            (_attends_to_caches, self.fuse_attention),
+            (lambda op: op.kind in CHOICES, self.fuse_choice),
+            (lambda op: op.kind == "route", self.fuse_routing),
+            (lambda op: op.kind == "gather_rows", self.fuse_expert_rows),
+            (lambda op: kind_of(op).is_elementwise, self.fuse_chain),
+            (lambda op: op.kind == "scatter_add", self.fuse_expert_sum),
+            (contracts, self.fuse_linear),
+            (lambda op: kind_of(op).is_norm, self.fuse_norm),
+            (lambda op: kind_of(op).gathers_all, self.fuse_gather),
         )
         found: list[tuple[int, Fused]] = []
-        for kind, rule in rules:
+        for fits, rule in rules:
             for op in self.segment.ops:
-                if op.kind == kind and op.name not in self.taken and self.is_last(op):
+                if fits(op) and op.name not in self.taken and self.is_last(op):
                     found.append((self.position[op.name], rule(op)))
         for op in self.segment.ops:
             if op.name not in self.taken and not op.is_view:
@@ -328,12 +326,12 @@ class _SegmentFusion:
     def fuse_expert_rows(self, op: Op) -> Fused:
         """The first matrices of the experts that rows go to, and what joins their products."""
         products = self.users.get(_out(op), [])
-        if not products or any(one.kind != "grouped_linear" for one in products):
+        if not products or not all(map(_multiplies_groups, products)):
             raise _unfit(op)
         name, last = _out(products[0]), self.only_user(_out(products[0]))
         while last is not None and kind_of(last).is_elementwise:
             name, last = _out(last), self.only_user(_out(last))
-        if last is None or last.kind != "grouped_linear" or self.read(last, 0) != name:
+        if last is None or not _multiplies_groups(last) or self.read(last, 0) != name:
             raise _unfit(last or products[0])
         total = self.only_user(_out(last))
         if total is None or total.kind != "scatter_add":
@@ -460,7 +458,9 @@ class _SegmentFusion:
         op = self.producers.get(name)
         if op is not None and kind_of(op).sums_all:
             op = self.producers.get(self.read(op, 0))
-        if op is None or op.kind not in PRODUCTS or op.name in self.taken:
+        if op is None or op.name in self.taken:
+            return ()
+        if not contracts(op) and op.kind != "scatter_add":
             return ()
         found = self.product(op)
         return (found,) if found.out == name and self.only_user(name) is not None else ()
@@ -478,7 +478,7 @@ class _SegmentFusion:
     def expert_product(self, total: Op) -> _Product:
         """The last matrices of experts, with the sums over these and over ranks."""
         last = self.producers.get(self.read(total, 0))
-        if last is None or last.kind != "grouped_linear" or self.only_user(_out(last)) is not total:
+        if last is None or not _multiplies_groups(last) or self.only_user(_out(last)) is not total:
             raise _unfit(total)
         out, num_ranks, ops = self.summed(total)
         return _Product(
@@ -691,12 +691,22 @@ class _SegmentFusion:
         self.taken.update(op.name for op in ops)
 
 
-PRODUCTS = ("linear", "scatter_add")
-"""What results of contractions come from."""
+CHOICES = ("argmax", "sample")
+"""Kinds that choose a token."""
 
 
 def _out(op: Op) -> str:
     return op.writes[0].tensor
+
+
+def _attends_to_caches(op: Op) -> bool:
+    """Whether it mixes cached values, those that the position of each row sees."""
+    return kind_of(op).mixes_values and kind_of(op).reads_positions
+
+
+def _multiplies_groups(op: Op) -> bool:
+    """Whether rows are multiplied by the matrix of their group."""
+    return kind_of(op).contracts and grouped_index(op) is not None
 
 
 def _is_by_rows(linear: Op) -> bool:
