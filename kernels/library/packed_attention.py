@@ -1,10 +1,10 @@
 """Attention of packed prompts on a GPU: causal or windowed, over caches, with a prefix in them.
 
 In: q [m, h, g, d] of rows that lie end to end, caches, and where each sequence's rows begin, as
-hostir/library/ops.py's packed_attention takes them. Out: a new tensor. A program has a tile of
-rows of one sequence and one query head; which tiles there are it finds from `starts` on the
-device, so that a CUDA graph serves any lengths. What the kernel does not take, torch does. Used by
-device_ops.py.
+hostir/library/ops.py's packed_attention takes them. Out: a new tensor. Long sequences with heads of
+128 are left to attention_kernel.py. In the kernel here, for others, a program has a tile of rows of
+one sequence and one query head; which tiles there are it finds from `starts` on the device, so that
+a CUDA graph serves any lengths. What neither takes, torch does. Used by device_ops.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -18,9 +18,13 @@ import torch
 import triton
 from torch import Tensor
 from triton import language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from distmega.hostir.library import ops as library
+from distmega.kernels.library.attention_kernel import KEYS, ROWS, AttentionSpec, attend_kernel
+from distmega.kernels.runtime.gpus import is_hopper, num_sms
 
 LOG2_E = 1 / math.log(2)
 MOST_DIM = 256
@@ -43,6 +47,12 @@ TILES = {
     256: AttentionTiles(rows=64, keys=64, warps=8, stages=2),
 }
 """By head dim, the next power of two."""
+STAGES = {64: 4, 128: 2}
+"""Slots of attention_kernel.py's ring, by head dim."""
+LONG = 4096
+LONG_DIM = 128
+"""Rows a sequence, and the head dim, for which attention_kernel.py is quicker (bench/attention.py).
+"""
 
 
 @triton.jit
@@ -144,6 +154,65 @@ def attend_packed(
     """
     if not _takes(q, k_cache, v_cache):
         return library.packed_attention(q, k_cache, v_cache, positions, sequences, scale, window)
+    if takes_groups(q, scale) and q.shape[0] >= LONG * (starts.shape[0] - 1):
+        return attend_by_groups(q, k_cache, v_cache, positions, starts, scale, window)
+    return attend_by_tiles(q, k_cache, v_cache, positions, starts, scale, window)
+
+
+def takes_groups(q: Tensor, scale: float) -> bool:
+    """Whether attention_kernel.py is the quicker one for q, of long sequences."""
+    takes = q.dtype is torch.bfloat16 and q.shape[-1] == LONG_DIM and scale > 0
+    return takes and is_hopper(q.device.index)
+
+
+def attend_by_groups(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    starts: Tensor,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """As attend_packed, by the kernel of two warp groups."""
+    num_rows, kv_heads, group, dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    blocks = (
+        (q.view(num_rows, -1), ROWS),
+        (k_cache.view(-1, dim), KEYS),
+        (v_cache.view(-1, dim), KEYS),
+    )
+    descriptors = [
+        GluonDescriptor.from_tensor(
+            x,
+            [rows.value, dim],
+            gl.NVMMASharedLayout.get_default_for([rows.value, dim], gl.bfloat16),
+        )
+        for x, rows in blocks
+    ]
+    spec = AttentionSpec(
+        dim=dim,
+        group=group,
+        windowed=window > 0,
+        stages=STAGES[dim],
+    )
+    attend_kernel[(num_sms(q.device.index),)](
+        *descriptors, out, starts, positions, starts.shape[0] - 1, k_cache.shape[-2], kv_heads,
+        kv_heads * group * dim, window, scale * LOG2_E, spec=spec, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def attend_by_tiles(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    starts: Tensor,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """As attend_packed, by the kernel of a tile a program."""
     num_rows, kv_heads, group, dim = q.shape
     heads = q.view(num_rows, kv_heads * group, dim)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -1,0 +1,408 @@
+"""Attention of packed prompts for Hopper: one program an SM, two warp groups, one loader.
+
+In: queries of rows that lie end to end, caches, where each sequence's rows begin. Out: a result for
+each query. An item is 64 rows of a sequence and two query heads that share keys, one a warp group;
+or, where heads do not share keys in pairs, 128 rows of one head. Both groups multiply with what one
+loader warp streams through a ring, each in its turn: while one has its products done, the other
+does its exponentials. A group starts the next block's scores beside the values of the block before,
+so that its exponentials run beside its products too. Blocks come from a row's own position down, so
+the masked ones are first. Which items there are a program finds from `starts`. Next:
+packed_attention.py.
+"""
+
+# Kernels' arguments have no Python types.
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from distmega.kernels.gluon_compat import cta_barrier, tma_load
+from distmega.kernels.runtime.mbarriers import make_barriers
+
+ROWS = gl.constexpr(64)
+"""That one warp group multiplies."""
+KEYS = gl.constexpr(128)
+"""Of a block."""
+GROUPS = gl.constexpr(2)
+QUERIES = gl.constexpr(2)
+"""Tiles of queries that a warp group has room for: the next item's come beside this one's work."""
+NUMBERS = ("num_sequences", "context", "kv_heads", "row_stride", "window")
+"""Arguments that one compiled kernel takes at any value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """What the kernel is specialised for.
+
+    dim: of a head, 64 or 128. group: query heads that share keys. windowed: a row sees no more than
+    `window` keys. stages: slots of the ring.
+    """
+
+    dim: int
+    group: int
+    windowed: bool = False
+    stages: int = 2
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the warp groups have two heads of the same rows."""
+        return self.group % 2 == 0
+
+    @property
+    def item_rows(self) -> int:
+        return int(ROWS.value) * (1 if self.is_paired else 2)
+
+    @property
+    def item_heads(self) -> int:
+        return 2 if self.is_paired else 1
+
+
+class Packed(NamedTuple):
+    """Where sequences lie. starts: i64 [num_sequences + 1], of their rows; positions: i64 [m], one
+    after the other in a sequence; context: rows of a cache; window: keys that a row sees.
+    """
+
+    starts: object
+    positions: object
+    num_sequences: object
+    context: object
+    kv_heads: object
+    window: object
+
+
+class AttentionRing(NamedTuple):
+    """In shared memory, filled by TMA. query_tiles: [GROUPS * QUERIES, 64, dim]; key_slots,
+    value_slots: [stages, 128, dim]; each with mbarriers of what came and of what was read. turns:
+    one a warp group.
+    """
+
+    query_tiles: object
+    key_slots: object
+    value_slots: object
+    queries_ready: object
+    queries_free: object
+    keys_ready: object
+    keys_free: object
+    values_ready: object
+    values_free: object
+    turns: object
+
+
+@gluon.jit
+def number_items(length, spec: gl.constexpr):
+    """Tiles of rows of a sequence."""
+    return (length + spec.item_rows - 1) // spec.item_rows
+
+
+@gluon.jit
+def find_item(turn, packed, spec: gl.constexpr):
+    """(tile of rows, of all sequences; first query head) of this program's item number `turn`: the
+    programs take them back and forth, since those that follow each other take less and less long.
+    """
+    programs = gl.num_programs(0)
+    own = gl.program_id(0)
+    item = turn * programs + own + (turn & 1) * (programs - 1 - 2 * own)
+    columns = packed.kv_heads * spec.group // spec.item_heads
+    return item // columns, item % columns * spec.item_heads
+
+
+@gluon.jit
+def find_sequence(tile, sequence, before, begin, length, packed, spec: gl.constexpr):
+    """The sequence that has a tile, from a sequence of an earlier one on: its number, the tiles
+    before it, its first row and rows. num_sequences behind the last tile.
+    """
+    while (sequence < packed.num_sequences) & (tile >= before + number_items(length, spec)):
+        before += number_items(length, spec)
+        begin += length
+        sequence += 1
+        inside = sequence < packed.num_sequences
+        length = gl.load(packed.starts + sequence + inside.to(gl.int32)).to(gl.int32) - begin
+    return sequence, before, begin, length
+
+
+@gluon.jit
+def first_length(packed):
+    """Rows of the first sequence, which begin at row 0."""
+    return gl.load(packed.starts + 1).to(gl.int32)
+
+
+@gluon.jit
+def find_origin(sequence, begin, packed):
+    """Position of a sequence's first row; anything behind the last sequence."""
+    inside = (sequence < packed.num_sequences).to(gl.int32)
+    return gl.load(packed.positions + begin * inside).to(gl.int32)
+
+
+@gluon.jit
+def find_blocks(tile, before, length, origin, packed, spec: gl.constexpr):
+    """(first row of the item in its sequence, its position, first block of keys, last one)."""
+    inner = (number_items(length, spec) - 1 - (tile - before)) * spec.item_rows
+    near = origin + inner
+    behind = origin + min(inner + spec.item_rows, length)
+    first = 0
+    if spec.windowed:
+        first = max(near - packed.window + 1, 0) // KEYS
+    return inner, near, first, (behind - 1) // KEYS
+
+
+@gluon.jit
+def load_block(cache, row, it, slots, ready, free, spec: gl.constexpr):
+    """A block of keys or values into the ring's slot for number `it`."""
+    slot = it % spec.stages
+    mbarrier.wait(free.index(slot), ((it // spec.stages) & 1) ^ 1)
+    bar = ready.index(slot)
+    mbarrier.expect(bar, 2 * KEYS * spec.dim)
+    tma_load(cache, [row, 0], bar, slots.index(slot))
+
+
+@gluon.jit
+def load_items(q, keys, values, packed, ring, spec: gl.constexpr):
+    """The loader's partition, of one warp. Arguments as attend_kernel."""
+    turn = 0
+    it = 0
+    sequence = 0
+    before = 0
+    begin = 0
+    length = first_length(packed)
+    tile, head = find_item(turn, packed, spec)
+    sequence, before, begin, length = find_sequence(tile, sequence, before, begin, length, packed,
+                                                    spec)  # fmt: skip
+    while sequence < packed.num_sequences:
+        origin = find_origin(sequence, begin, packed)
+        inner, _, first, last = find_blocks(tile, before, length, origin, packed, spec)
+        cache = (sequence * packed.kv_heads + head // spec.group) * packed.context
+        for half in gl.static_range(GROUPS):
+            slot = GROUPS * (turn % QUERIES) + half
+            mbarrier.wait(ring.queries_free.index(slot), ((turn // QUERIES) & 1) ^ 1)
+            bar = ring.queries_ready.index(slot)
+            mbarrier.expect(bar, 2 * ROWS * spec.dim)
+            top = begin + inner
+            mine = head
+            if spec.is_paired:
+                mine += half
+            else:
+                top += half * ROWS
+            tma_load(q, [top, mine * spec.dim], bar, ring.query_tiles.index(slot))
+        for back in range(last - first + 1):
+            row = cache + (last - back) * KEYS
+            load_block(keys, row, it, ring.key_slots, ring.keys_ready, ring.keys_free, spec)
+            load_block(values, row, it, ring.value_slots, ring.values_ready, ring.values_free, spec)
+            it += 1
+        turn += 1
+        tile, head = find_item(turn, packed, spec)
+        sequence, before, begin, length = find_sequence(tile, sequence, before, begin, length,
+                                                        packed, spec)  # fmt: skip
+
+
+@gluon.jit
+def start_scores(q, scores, it, ring, spec: gl.constexpr):
+    """Products of queries and the block of keys number `it`, under way. scores: registers for
+    them.
+    """
+    slot = it % spec.stages
+    mbarrier.wait(ring.keys_ready.index(slot), (it // spec.stages) & 1)
+    keys = ring.key_slots.index(slot).permute((1, 0))
+    return warpgroup_mma(q, keys, scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def await_values(it, ring, spec: gl.constexpr):
+    """Returns when the block of values number `it` is there."""
+    mbarrier.wait(ring.values_ready.index(it % spec.stages), (it // spec.stages) & 1)
+
+
+@gluon.jit
+def start_values(weights, acc, it, adds, ring, spec: gl.constexpr):
+    """Products of weights and the block of values number `it`, under way. adds: to acc."""
+    await_values(it, ring, spec)
+    values = ring.value_slots.index(it % spec.stages)
+    return warpgroup_mma(weights, values, acc, use_acc=adds, is_async=True)
+
+
+@gluon.jit
+def hide_keys(scores, block, at, window, spec: gl.constexpr):
+    """Scores of keys behind a row, or before its window, are -inf. at: positions of rows."""
+    layout: gl.constexpr = scores.type.layout
+    keys = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
+    columns = gl.expand_dims(keys, 0)
+    rows = gl.expand_dims(at, 1)
+    seen = columns <= rows
+    if spec.windowed:
+        seen = seen & (columns > rows - window)
+    return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit
+def weigh(scores, most, scale):
+    """(powers of two of scores, larger maxima, by what to shrink what was summed before). most: of
+    earlier scores of each row; scale: of scores, in powers of two.
+    """
+    larger = gl.maximum(most, gl.max(scores, 1))
+    base = gl.where(larger == float("-inf"), 0.0, larger) * scale  # of rows that saw no key so far
+    return gl.exp2(scores * scale - gl.expand_dims(base, 1)), larger, gl.exp2(most * scale - base)
+
+
+@gluon.jit
+def attend_block(q, scores, weights, acc, total, most, it, block, adds, steps, at, scale, packed,
+                 ring, half: gl.constexpr, masked: gl.constexpr, spec: gl.constexpr):  # fmt: skip
+    """Scores of a block, number `it` of the ring, beside the values of the one before. weights: of
+    that one; adds: whether acc holds values already; steps: taken before, of turns.
+    """
+    mbarrier.wait(ring.turns.index(half), (steps & 1) ^ (1 - half))
+    scores = start_scores(q, scores, it, ring, spec)
+    acc = start_values(weights, acc, it - 1, adds, ring, spec)
+    mbarrier.arrive(ring.turns.index(1 - half), count=1)
+    scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+    mbarrier.arrive(ring.keys_free.index(it % spec.stages), count=1)
+    if masked:
+        scores = hide_keys(scores, block, at, packed.window, spec)
+    powers, most, shrink = weigh(scores, most, scale)
+    total = total * shrink + gl.sum(powers, 1)
+    # values are there: without a branch, the next wait would be moved above what makes powers
+    await_values(it - 1, ring, spec)
+    acc, weights, powers = warpgroup_mma_wait(num_outstanding=0, deps=(acc, weights, powers))
+    mbarrier.arrive(ring.values_free.index((it - 1) % spec.stages), count=1)
+    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    acc = acc * gl.expand_dims(gl.convert_layout(shrink, acc_rows), 1)
+    weights = gl.convert_layout(powers.to(gl.bfloat16), weights.type.layout)
+    return scores, weights, acc, total, most
+
+
+@gluon.jit
+def store_rows(acc, total, buffer, out, top, row, num_rows, head, row_stride,
+               spec: gl.constexpr):  # fmt: skip
+    """A tile of results, of rows before num_rows of their sequence, through the memory of its
+    queries. top: first row of the sequence; row: of the tile in it.
+    """
+    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    shares = gl.expand_dims(gl.convert_layout(1.0 / total, acc_rows), 1)
+    cta_barrier()
+    buffer.store((acc * shares).to(gl.bfloat16))
+    cta_barrier()
+    dim: gl.constexpr = spec.dim
+    lanes: gl.constexpr = dim // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+    lines = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.expand_dims(gl.arange(0, dim, layout=gl.SliceLayout(0, layout)), 0)
+    offsets = gl.expand_dims((top + lines).to(gl.int64) * row_stride, 1) + head * spec.dim + columns
+    inside = gl.expand_dims(lines < num_rows, 1) & (columns < spec.dim)
+    gl.store(out + offsets, buffer.load(layout), mask=inside)
+
+
+@gluon.jit
+def compute_items(out, packed, row_stride, scale, ring, half: gl.constexpr, spec: gl.constexpr):
+    """A warp group's partition. Arguments as attend_kernel."""
+    dim: gl.constexpr = spec.dim
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
+    weight_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    turn = 0
+    it = 0
+    steps = 0
+    sequence = 0
+    before = 0
+    begin = 0
+    length = first_length(packed)
+    tile, head = find_item(turn, packed, spec)
+    sequence, before, begin, length = find_sequence(tile, sequence, before, begin, length, packed,
+                                                    spec)  # fmt: skip
+    origin = find_origin(sequence, begin, packed)
+    scores = gl.zeros([ROWS, KEYS], gl.float32, layout=score_layout)
+    acc = gl.zeros([ROWS, dim], gl.float32, layout=acc_layout)
+    while sequence < packed.num_sequences:
+        inner, near, first, last = find_blocks(tile, before, length, origin, packed, spec)
+        mine = head
+        if spec.is_paired:
+            mine += half
+        else:
+            inner += half * ROWS
+            near += half * ROWS
+        at = near + gl.arange(0, ROWS, layout=row_layout)
+        whole = first
+        if not spec.windowed:
+            whole = max((near + 1) // KEYS, first)
+        slot = GROUPS * (turn % QUERIES) + half
+        mbarrier.wait(ring.queries_ready.index(slot), (turn // QUERIES) & 1)
+        turn += 1
+        top, num_rows = begin, length
+        # the next item's place, from memory, long before it is needed
+        tile, head = find_item(turn, packed, spec)
+        sequence, before, begin, length = find_sequence(tile, sequence, before, begin, length,
+                                                        packed, spec)  # fmt: skip
+        origin = find_origin(sequence, begin, packed)
+        q = ring.query_tiles.index(slot)
+
+        scores = start_scores(q, scores, it, ring, spec)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+        mbarrier.arrive(ring.keys_free.index(it % spec.stages), count=1)
+        scores = hide_keys(scores, last, at, packed.window, spec)
+        most = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
+        powers, most, _ = weigh(scores, most, scale)
+        total = gl.sum(powers, 1)
+        weights = gl.convert_layout(powers.to(gl.bfloat16), weight_layout)
+        it += 1
+        for block in range(last - 1, max(whole, first) - 1, -1):
+            scores, weights, acc, total, most = attend_block(
+                q, scores, weights, acc, total, most, it, block, block < last - 1, steps, at,
+                scale, packed, ring, half, True, spec)  # fmt: skip
+            it += 1
+            steps += 1
+        for block in range(min(last, whole) - 1, first - 1, -1):
+            scores, weights, acc, total, most = attend_block(
+                q, scores, weights, acc, total, most, it, block, block < last - 1, steps, at,
+                scale, packed, ring, half, False, spec)  # fmt: skip
+            it += 1
+            steps += 1
+        acc = start_values(weights, acc, it - 1, last > first, ring, spec)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(ring.values_free.index((it - 1) % spec.stages), count=1)
+        store_rows(acc, total, q, out, top, inner, num_rows, mine, row_stride, spec)
+        fence_async_shared()
+        cta_barrier()
+        mbarrier.arrive(ring.queries_free.index(slot), count=1)
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def attend_kernel(q, keys, values, out, starts, positions, num_sequences, context, kv_heads,
+                  row_stride, window, scale, spec: gl.constexpr):  # fmt: skip
+    """Of local memory. Descriptors, read: q, bf16 [m, heads * dim] in blocks of [64, dim]; keys,
+    values, the caches, bf16 [sequences * kv_heads * context, dim] in blocks of [128, dim]. out:
+    bf16 [m, heads, dim], row_stride elements a row, written. starts, positions, num_sequences,
+    context, kv_heads, window: see Packed. scale: of scores, in powers of two, above 0. spec: see
+    AttentionSpec.
+    """
+    stages: gl.constexpr = spec.stages
+    dim: gl.constexpr = spec.dim
+    ring = AttentionRing(
+        gl.allocate_shared_memory(gl.bfloat16, [GROUPS * QUERIES, ROWS, dim], q.layout),
+        gl.allocate_shared_memory(gl.bfloat16, [stages, KEYS, dim], keys.layout),
+        gl.allocate_shared_memory(gl.bfloat16, [stages, KEYS, dim], values.layout),
+        make_barriers(GROUPS * QUERIES, 1),
+        make_barriers(GROUPS * QUERIES, 1),
+        make_barriers(stages, 1),
+        make_barriers(stages, GROUPS),
+        make_barriers(stages, 1),
+        make_barriers(stages, GROUPS),
+        make_barriers(GROUPS, 1),
+    )
+    packed = Packed(starts, positions, num_sequences, context, kv_heads, window)
+    gl.warp_specialize(
+        [
+            (compute_items, (out, packed, row_stride, scale, ring, 0, spec)),
+            (compute_items, (out, packed, row_stride, scale, ring, 1, spec)),
+            (load_items, (q, keys, values, packed, ring, spec)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
