@@ -158,7 +158,7 @@ class RowRunner:
         else:  # the input is the only row of an embedding
             self._embed = tensors[queues.embed]
             if queues.token:
-                self._state[STATE_TOKEN] = 0
+                self._state[STATE_TOKEN].zero_()  # not `= 0`, which copies from the host
         if queues.positions:
             self._state[STATE_POSITION].copy_(tensors[queues.positions][0])
         self._first = CONTINUED
