@@ -119,23 +119,29 @@ def divided(rows: int, *, looks_up: bool) -> tuple[Program, dict[str, Layout]]:
     )
     h = p.linear(x, p.weight("up", (128, 64), "bf16")).map("tanh(a0)")
     program = p.build(p.linear(h, p.weight("down", (64, 128), "bf16")))
-    return program, {"up": shard(1, "tp"), "rows": shard(1, "tp"), "down": replicate()}
+    marks = {"up": shard(1, "tp"), "rows": shard(1, "tp")}
+    return program, marks | ({"down": replicate()} if rows == 1 else {})
 
 
 @pytest.mark.parametrize(
-    ("rows", "looks_up", "is_refused"), [(1, True, True), (3, True, True), (3, False, False)]
+    ("rows", "looks_up", "problem"),
+    [
+        (1, True, "'rows', of which ranks have parts|rows of 'rows' with 32 of 64 columns"),
+        (3, True, "rows of 'rows' with 32 of 64 columns on each rank"),
+        (3, False, ""),
+    ],
 )
-def test_rows_of_which_ranks_have_parts_are_not_exchanged(rows, looks_up, is_refused, monkeypatch):
+def test_rows_of_which_ranks_have_parts_are_not_exchanged(rows, looks_up, problem, monkeypatch):
     monkeypatch.setattr(runners, "require_hopper", lambda device: 8)
     monkeypatch.setattr(whole, "_team", lambda comm: SimpleNamespace(team_rank=0, size=2))
     program, marks = divided(rows, looks_up=looks_up)
     mesh = DeviceMesh(tp=2)
     local = localize(plan_program(program, mesh, H200, marks))
     comm = ThreadCommunicator(mesh, 0, Wires(mesh))
-    if not is_refused:
+    if not problem:
         assert whole.plan_whole(local, comm, torch.device("cuda", 0)).queues.num_ranks == 2
         return
-    with pytest.raises(UnsupportedError, match="rows of 'rows' with 32 of 64 columns on each rank"):
+    with pytest.raises(UnsupportedError, match=problem):
         whole.plan_whole(local, comm, torch.device("cuda", 0))
 
 
