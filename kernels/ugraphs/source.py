@@ -175,18 +175,21 @@ class _Writer:
 
     def write_turns(self) -> str:
         """The body of a kernel whose blocks are taken in turn. What is the same for all of them is
-        loaded and computed once.
+        loaded and computed once; what the next block reads, ahead, but for small tiles.
         """
         kernel, count, step = self.kernel, self.kernel.num_blocks, self.launch.resident
         if kernel.loop:
             raise self.unsupported("blocks with a loop of their own, taken in turn")
         each = [load for load in kernel.loads if any(dim >= 0 for dim in load.imap)]
+        ahead = [load for load in each if self.is_large(load)]
         common = {load.name for load in kernel.loads if load not in each}
         for op in kernel.ops:
             common |= {op.name} if common.issuperset(op.args) else set()
         self.put_ranges()
         self.put_offsets("tl.program_id(0)")
-        self.put_loads("before", self.put_start() if self.is_early else [])
+        small = [load for load in each if load not in ahead]
+        done = self.put_start(small) if self.is_early else []
+        self.put_loads("before", [*done, *small])
         ops = [op for stage in ("before", "after") for op in kernel.ops if op.stage == stage]
         for op in ops:
             if op.name in common:
@@ -194,18 +197,25 @@ class _Writer:
         self.put(f"for turn in tl.range(tl.program_id(0), {count}, {step}, num_stages=1):")
         self.indent += "    "
         self.put_offsets(f"turn + {step}")
-        for load in each:
+        for load in ahead:
             self.put_load(load, suffix="_next", inside=f"turn < {count - step}")
         self.put_offsets("turn")
+        for load in small:
+            self.put_load(load)
         for op in ops:
             if op.name not in common:
                 self.put_op(op)
         for store in kernel.stores:
             self.put_store(store)
-        for load in each:
+        for load in ahead:
             name = f"x{kernel.loads.index(load)}"
             self.put(f"{name} = {name}_next")
         return "\n".join(self.lines) + "\n"
+
+    def is_large(self, load: Load) -> bool:
+        """Whether a tile has an element for each thread, so that it is worth loading ahead."""
+        axes = [axis for dim in load.dims for axis in dim]
+        return self.layout.elements(axes) >= 32 * self.launch.num_warps
 
     def put_indices(self) -> None:
         """Where the block begins along each divided axis, and the indices within it."""
@@ -226,15 +236,15 @@ class _Writer:
         for axis in self.layout.dims(tuple(used)):
             self.put(f"r_{axis} = tl.arange(0, {self.layout.size(axis)})")
 
-    def put_start(self) -> list[Load]:
+    def put_start(self, later: Sequence[Load] = ()) -> list[Load]:
         """Lets the next kernel start, and waits for the one before. Loads that came before that:
-        of tensors that are constant.
+        of tensors that are constant, without those that come later.
         """
         self.put("gdc_launch_dependents()")
         first = [
             load
             for load in self.kernel.loads
-            if load.tensor in self.launch.constant and load.fmap < 0
+            if load.tensor in self.launch.constant and load.fmap < 0 and load not in later
         ]
         for load in first:
             self.put_load(load)

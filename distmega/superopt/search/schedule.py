@@ -33,6 +33,9 @@ LEAST_CHUNK = 16
 
 REDUCTIONS = ("contract", "sum", "max", "min")
 
+MODEL_ERROR = 1.1
+"""How many times as long a graph may take by the model that a GPU may like better."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLimits:
@@ -118,6 +121,24 @@ class Scheduler:
                     cut = self._cut(_divide(steps, picked), sizes, limit)
                     found = cut if cut and cut.time_us < limit - 1e-9 else found
         return found
+
+    def schedule_apart(
+        self, recipe: Recipe, extents: Mapping[str, int], found: KernelSchedule
+    ) -> KernelSchedule | None:
+        """The fastest schedule in one kernel more than `found`, of the same recipe, if it may be as
+        fast on a GPU: there the second of two kernels loads while the first one ends.
+        """
+        count = len(found.kernels) + 1
+        if count > self.limits.max_kernels:
+            return None
+        sizes, best = self._sizes(recipe.steps, extents), None
+        limit = MODEL_ERROR * found.time_us + self.machine.launch_us
+        for picked in combinations(_downsets(recipe.steps), count - 1):
+            if all(low < high for low, high in pairwise(picked)):
+                cut = self._cut(_divide(recipe.steps, picked), sizes, limit)
+                if cut is not None and cut.time_us < limit - 1e-9:
+                    best, limit = cut, cut.time_us
+        return best
 
     def _sizes(self, steps: Sequence[Step], extents: Mapping[str, int]) -> dict[str, int]:
         sizes = dict(extents)

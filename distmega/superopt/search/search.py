@@ -8,8 +8,8 @@ Candidates are unproven: equivalence.py decides. Next: optimize.py.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from distmega.errors import ProgramError
 from distmega.program.dtypes import item_bytes
@@ -80,7 +80,7 @@ class Search:
     num_scheduled: int = 0
     _axes: Axes = field(init=False)
     _terms: dict[str, Term] = field(init=False)
-    _best: dict[str, tuple[float, str, "_Found"]] = field(default_factory=dict)
+    _best: dict[str, "_Ranked"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._axes = find_axes(self.program)
@@ -101,13 +101,29 @@ class Search:
 
     def candidates(self, first: int = 0) -> list[Candidate]:
         """What was found until now, the fastest first, one of each structure: as many as are kept,
-        from number `first` on.
+        from number `first` on. The last of the first ones is that of the fewest ops in a kernel
+        more than all of these have, where there is one: launches that start early make it faster
+        than predicted.
         """
         found = sorted(self._best.values(), key=lambda item: item[:2])[first:]
-        return [
-            Candidate(self._graph(item), time, structure)
-            for (time, structure, item) in found[: self.limits.num_kept]
-        ]
+        found = found[: self.limits.num_kept]
+        apart = [] if first else self._apart(found)
+        if apart:
+            fewest = min(apart, key=lambda item: (len(item[2].recipe.steps), *item[:2]))
+            found = [*found[: self.limits.num_kept - 1], fewest]
+        return [Candidate(self._graph(item), time, structure) for time, structure, item in found]
+
+    def _apart(self, found: Sequence["_Ranked"]) -> list["_Ranked"]:
+        """Candidates in one kernel more, if all of these have as many."""
+        if len({len(item.schedule.kernels) for _, _, item in found}) != 1:
+            return []
+        made = []
+        for _, structure, item in found:
+            schedule = item.scheduler.schedule_apart(item.recipe, item.extents, item.schedule)
+            if schedule:
+                name = f"{structure}, apart"
+                made.append((round(schedule.time_us, 6), name, replace(item, schedule=schedule)))
+        return made
 
     def _graph(self, found: "_Found") -> UGraph:
         return assemble(self.program, found.dims, found.roots, found.egraph, found.schedule)
@@ -167,7 +183,7 @@ class Search:
             for extents in sizes:
                 schedule = scheduler.schedule(recipe, extents)
                 if schedule:
-                    self._note(egraph, roots, dims, recipe, schedule)
+                    self._note(_Found(egraph, roots, dims, scheduler, recipe, extents, schedule))
             self.num_scheduled += 1
             if number % 16 == 15:
                 yield self._progress(axis, egraph)
@@ -223,29 +239,29 @@ class Search:
     def _has_any(self, generator: Generator, max_ops: int) -> bool:
         return next(generator.recipes(max_ops), None) is not None
 
-    def _note(
-        self,
-        egraph: EGraph,
-        roots: Mapping[str, int],
-        dims: Mapping[str, Dims],
-        recipe: Recipe,
-        schedule: KernelSchedule,
-    ) -> None:
-        structure = f"{structure_of(recipe)} in {len(schedule.kernels)} kernels"
+    def _note(self, found: "_Found") -> None:
+        structure = f"{structure_of(found.recipe)} in {len(found.schedule.kernels)} kernels"
         known = self._best.get(structure)
-        time = round(schedule.time_us, 6)
+        time = round(found.schedule.time_us, 6)
         if known is None or time < known[0]:
-            self._best[structure] = time, structure, _Found(egraph, roots, dims, schedule)
+            self._best[structure] = time, structure, found
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What assemble needs."""
+    """A schedule, what it was made of, and what assemble needs."""
 
     egraph: EGraph
     roots: Mapping[str, int]
     dims: Mapping[str, Dims]
+    scheduler: Scheduler
+    recipe: Recipe
+    extents: Mapping[str, int]
     schedule: KernelSchedule
+
+
+_Ranked = tuple[float, str, _Found]
+"""With its time, and its structure's name."""
 
 
 def structure_of(recipe: Recipe) -> str:
