@@ -24,6 +24,7 @@ from distmega.program.dtypes import ITEM_BYTES
 from distmega.program.types import Program
 from distmega.torch_import.operators import EXPRESSIONS, RULES, Rule
 from distmega.torch_import.operators.build import Build, NodeResult, require_dtype
+from distmega.torch_import.operators.complexes import COMPLEX, COMPLEX_RULES, is_complex
 from distmega.torch_import.operators.values import (
     TENSORS,
     Constant,
@@ -230,6 +231,10 @@ class _Converter:
         """By its rule; NotImplemented without one."""
         if 0 in self.b.shape:
             return NotImplemented
+        if any_value((args, kwargs), is_complex) or self.b.dtype in COMPLEX:
+            if packet not in COMPLEX_RULES:
+                return NotImplemented
+            return COMPLEX_RULES[packet](self.b, **_bound(target, args, kwargs))
         if any_value((args, kwargs), _is_foreign) or self.b.dtype not in ITEM_BYTES:
             return NotImplemented
         named = _bound(target, args, kwargs)

@@ -29,6 +29,23 @@ def mixed(rng: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def experts() -> dict[str, Any]:
+    """Four experts, two a token, as families name their numbers."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return {
+        **dict.fromkeys(names, 4), "num_experts_per_tok": 2, "moe_k": 2, "n_shared_experts": 1,
+        "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    }  # fmt: skip
+
+
+def latent() -> dict[str, Any]:
+    """Keys and values of a short row a token."""
+    return {
+        "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 8, "num_key_value_heads": 4,
+    }  # fmt: skip
+
+
 def olmo(rng: random.Random) -> PretrainedConfig:
     return hf.OlmoConfig(**common(rng), clip_qkv=rng.choice([None, 0.5]))
 
@@ -102,6 +119,20 @@ MORE_FAMILIES: dict[str, Callable[[random.Random], PretrainedConfig]] = {
     ),
     "nanochat": lambda rng: hf.NanoChatConfig(**common(rng)),
     "cwm": lambda rng: hf.CwmConfig(**mixed(rng), head_dim=8),
+    "modernbert-decoder": lambda rng: hf.ModernBertDecoderConfig(
+        **common(rng, groups=False), local_attention=8, cls_token_id=1, sep_token_id=2
+    ),
+    "olmoe": lambda rng: hf.OlmoeConfig(**common(rng), **experts()),
+    "granitemoe": lambda rng: hf.GraniteMoeConfig(**common(rng), **experts()),
+    "ernie4_5_moe": lambda rng: hf.Ernie4_5_MoeConfig(**common(rng), **experts(), head_dim=8),
+    "phimoe": lambda rng: hf.PhimoeConfig(**common(rng), **experts()),
+    "deepseek_v2": lambda rng: hf.DeepseekV2Config(**common(rng) | latent(), **experts()),
+    "deepseek_v3": lambda rng: hf.DeepseekV3Config(**common(rng) | latent(), **experts()),
+    "minimax_m2": lambda rng: hf.MiniMaxM2Config(**common(rng), **experts(), head_dim=8),
+    "bitnet": lambda rng: hf.BitNetConfig(**common(rng)),
+    "doge": lambda rng: hf.DogeConfig(**common(rng)),
+    "minicpm3": lambda rng: hf.MiniCPM3Config(**common(rng) | latent()),
+    "dots1": lambda rng: hf.Dots1Config(**common(rng), **experts()),
     "mixtral": lambda rng: hf.MixtralConfig(
         **common(rng), num_local_experts=4, num_experts_per_tok=2
     ),

@@ -8,9 +8,11 @@ source.py; next on the walk: attention.py.
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -51,13 +53,26 @@ class _WithoutRandomness(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def _without_filling() -> Iterator[None]:
+    """torch.nn.init leaves parameters too; its loop for a truncated normal would go on until it
+    finds values that are in bounds.
+    """
+    with ExitStack() as stack:
+        for name in _RANDOM:
+            inner = f"_no_grad_{name}"
+            if hasattr(nn.init, inner):
+                stack.enter_context(patch.object(nn.init, inner, lambda x, *args, **options: x))
+        yield
+
+
 def make_model(config: PretrainedConfig, dtype: str, attention: str) -> nn.Module:
     """The model of a configuration, its parameters without values, its buffers with theirs.
 
     attention: "sdpa" or "eager", as transformers names implementations.
     """
     config = copy.deepcopy(config)
-    with _WithoutRandomness():
+    with _WithoutRandomness(), _without_filling():
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch_dtype(dtype), attn_implementation="eager"
         )

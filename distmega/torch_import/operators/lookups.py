@@ -118,6 +118,28 @@ def gather(b: Build, self: TensorValue, dim: int, index: TensorValue, **other: V
     return b.p.gather(b.handle(x), b.handle(index), dim, name=b.name())
 
 
+MAX_COMPARED = 1 << 16
+"""Places times numbers of a row that are compared with each other."""
+
+
+@rule("scatter.value")
+def scatter_value(b: Build, self: TensorValue, dim: int, index: TensorValue, value: float) -> Value:
+    """A number put where a row of numbers says: each place is compared with all of them."""
+    if not self.shape or isinstance(value, complex):
+        return NotImplemented
+    x, numbers = b.to_last(self, dim), b.to_last(index, dim)
+    *front, width = x.shape
+    if tuple(front) != numbers.shape[:-1] or width * numbers.shape[-1] > MAX_COMPARED:
+        return NotImplemented
+    count = numbers.shape[-1]
+    places = Constant(torch.arange(width).reshape(width, 1))
+    row = b.reshape(numbers, (*front, 1, count))
+    same = b.pointwise("eq({0}, {1})", row, places, dtype="f32", shape=(*front, width, count))
+    hit = b.p.reduce(b.handle(same), len(front) + 1, "max", name=b.name())
+    made = b.pointwise("where({0}, {1}, {2})", hit, value, x, shape=x.shape)
+    return b.from_last(made, dim)
+
+
 @rule("topk")
 def topk(
     b: Build, self: TensorValue, k: int, dim: int = -1, largest: bool = True, **other: Value

@@ -64,11 +64,29 @@ def test_movement():
         lambda x, i: x.movedim(0, 2),
         lambda x, i: (x[:, i[0]], x[0][i], x[:, i, i], x[[1, 0]], x.index_select(1, i[1] - 1 + 1)),
         lambda x, i: (x[:, -i[0] - 1], torch.gather(x, 1, i[:, :, None])),
+        lambda x, i: (x.scatter(2, i[:, :, None], 7.0), x[..., 0].scatter(1, i, -math.inf)),
+        lambda x, i: (x * 0).scatter_(1, x.topk(2, 1)[1], 1) * x,
         lambda x, i: (torch.zeros_like(x), x.new_full((2,), 3.0), torch.full_like(x, 2.0) * x),
         lambda x, i: (F.one_hot(i, 5), torch.arange(4) + i, torch.eye(4) @ x, i.float() / 2),
         lambda x, i: torch.meshgrid(x[0, 0], x[0, :, 0], indexing="ij"),
     ]  # fmt: skip
     assert not opaque_of(*functions, args=(X, IDS))
+
+
+def test_complex_numbers():
+    angles = torch.polar(torch.ones(4, 3), torch.arange(12.0).reshape(4, 3))
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.reshape(2, 4, 3, 2))
+        return torch.view_as_real(pairs * angles).flatten(2)
+
+    def by_position(x: Tensor) -> Tensor:
+        turn = torch.polar(torch.ones_like(x[..., 0]), x[..., 1])[:, None].expand(2, 3, 4) * 2.0
+        pairs = torch.view_as_complex(x.reshape(2, 4, 3, 2)).transpose(1, 2)
+        return torch.view_as_real((pairs * turn).permute(0, 2, 1).unsqueeze(0))
+
+    assert not opaque_of(rotated, by_position, args=(X,))
+    assert opaque_of(lambda x: torch.polar(x, x).abs(), args=(X,)), "what has no rule"
 
 
 def test_reductions():
