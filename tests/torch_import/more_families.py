@@ -122,6 +122,12 @@ MORE_FAMILIES: dict[str, Callable[[random.Random], PretrainedConfig]] = {
     "modernbert-decoder": lambda rng: hf.ModernBertDecoderConfig(
         **common(rng, groups=False), local_attention=8, cls_token_id=1, sep_token_id=2
     ),
+    "roformer": lambda rng: hf.RoFormerConfig(**common(rng, groups=False), is_decoder=True),
+    "roberta": lambda rng: hf.RobertaConfig(**common(rng, groups=False), is_decoder=True),
+    "trocr": lambda rng: hf.TrOCRConfig(
+        vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4,
+        decoder_ffn_dim=48, max_position_embeddings=POSITIONS, **SPECIAL,
+    ),
     "olmoe": lambda rng: hf.OlmoeConfig(**common(rng), **experts()),
     "granitemoe": lambda rng: hf.GraniteMoeConfig(**common(rng), **experts()),
     "ernie4_5_moe": lambda rng: hf.Ernie4_5_MoeConfig(**common(rng), **experts(), head_dim=8),

@@ -121,8 +121,8 @@ def rows_cache(rows: StepRows, num_layers: int, store: Callable[[int, Tensor], T
 
 
 class _RowsOfTables(TorchFunctionMode):
-    """Looks the rows' positions up in tables that a class cuts by the length of its cache: rows
-    t - s to t of one that is t long at least, for s rows and caches of t.
+    """Gives the rows' positions to a class that takes them from the length of its cache: as numbers
+    t - s to t for s rows and caches of t, or as these rows of a table that is t long at least.
     """
 
     def __init__(self, rows: StepRows) -> None:
@@ -136,12 +136,28 @@ class _RowsOfTables(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is torch.arange and self._counts_rows(args):
+            return self._positions(**(kwargs or {}))
         if func is Tensor.__getitem__ and isinstance(args[1], tuple):
             table, indices = args
             dim = self._cut_dim(table, indices)
             if dim is not None:
                 return self._looked_up(table, indices, dim)
         return func(*args, **(kwargs or {}))
+
+    def _counts_rows(self, bounds: tuple[Any, ...]) -> bool:
+        stop = self._rows.max_context
+        first = stop - self._rows.shape[1]
+        return first > 0 and bounds in ((first, stop), (first, stop, 1))
+
+    def _positions(self, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        if not self._rows.flat:
+            raise CaptureError(
+                "positions of a step that are counted from a cache's length",
+                expected="a class that takes position_ids, for the sequences of a batch",
+                remedy="use a batch of 1",
+            )
+        return self._rows.positions.to(dtype or torch.long)
 
     def _cut_dim(self, table: Tensor, indices: tuple[Any, ...]) -> int | None:
         """The dim that is cut so, if there is one."""

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from distmega.errors import CaptureError, RequestError
+from distmega.errors import CaptureError, DistmegaError, RequestError
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.models.decoder import Logits, choose_tokens
 from distmega.models.sampling import GREEDY, Method
@@ -197,15 +197,26 @@ def open_decoder(config: PretrainedConfig, *, eos_ids: tuple[int, ...] = ()) -> 
     """
     text = config.get_text_config(decoder=True)
     for attention in ("sdpa", "eager"):
-        model = make_model(config, "f32", attention)
-        shapes, covered = _look(model, text.num_hidden_layers)
+        try:
+            model = make_model(config, "f32", attention)
+            shapes, covered = _look(model, text.num_hidden_layers)
+        except (DistmegaError, MemoryError):
+            raise
+        except Exception as error:  # the class may raise anything
+            reason = " ".join(str(error).split())[:300]
+            raise CaptureError(
+                f"{config.model_type}: its class fails on one token "
+                f"({type(error).__name__}: {reason})",
+                expected="a configuration by which transformers makes a decoder that runs",
+                remedy="run AutoModelForCausalLM.from_config(config) on a token to see all of it",
+            ) from error
         if covered or (attention == "sdpa" and getattr(model, "_supports_sdpa", False)):
             break
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
     return HfDecoder(
         config=config,
         vocab=text.vocab_size,
-        max_positions=int(limit or _MOST_POSITIONS),
+        max_positions=int(limit or _MOST_POSITIONS) - first_position(model),
         num_layers=text.num_hidden_layers,
         shapes=shapes,
         covered=covered,
@@ -271,14 +282,31 @@ def _forward(
     takes = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {}
     if "position_ids" in takes:
-        options["position_ids"] = rows.positions.reshape(rows.shape)
-    if "cache_position" in takes and rows.flat:  # older releases make masks from it
+        first = first_position(model)
+        positions = rows.positions + first if first else rows.positions
+        options["position_ids"] = positions.reshape(rows.shape)
+    if "cache_position" in takes:  # older releases make masks from it
         options["cache_position"] = rows.positions
     if last is not None and "logits_to_keep" in takes and rows.flat:
         options["logits_to_keep"] = last
     cache = rows_cache(rows, num_layers, store)
     logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits
     return logits
+
+
+def first_position(model: nn.Module) -> int:
+    """The number that a class gives its first token: a table of positions with a row for padding
+    counts from behind that.
+    """
+    tokens = model.get_input_embeddings()  # type: ignore[operator]
+    extent = getattr(model.config, "max_position_embeddings", None)
+    tables = (each for each in model.modules() if isinstance(each, nn.Embedding))
+    padded = [
+        table.padding_idx + 1
+        for table in tables
+        if table is not tokens and table.padding_idx is not None and table.num_embeddings == extent
+    ]
+    return padded[0] if padded else 0
 
 
 class _DecodeStep(nn.Module):

@@ -280,6 +280,13 @@ def test_a_model_without_caches_is_refused():
         open_decoder(recurrent)
 
 
+def test_a_class_that_fails_is_one_clear_error():
+    config = family_config("llama")
+    config.num_key_value_heads = 3
+    with pytest.raises(CaptureError, match=r"llama: its class fails on one token \(RuntimeError: "):
+        open_decoder(config)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_an_encoder_is_refused():
     """Its tokens look at those behind them."""
