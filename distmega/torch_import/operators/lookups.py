@@ -119,12 +119,12 @@ def gather(b: Build, self: TensorValue, dim: int, index: TensorValue, **other: V
 
 
 MAX_COMPARED = 1 << 16
-"""Places times numbers of a row that are compared with each other."""
+"""Elements of a row times numbers that they are compared with."""
 
 
 @rule("scatter.value")
 def scatter_value(b: Build, self: TensorValue, dim: int, index: TensorValue, value: float) -> Value:
-    """A number put where a row of numbers says: each place is compared with all of them."""
+    """A number put where a row of numbers says: each index is compared with all of them."""
     if not self.shape or isinstance(value, complex):
         return NotImplemented
     x, numbers = b.to_last(self, dim), b.to_last(index, dim)
@@ -132,9 +132,9 @@ def scatter_value(b: Build, self: TensorValue, dim: int, index: TensorValue, val
     if tuple(front) != numbers.shape[:-1] or width * numbers.shape[-1] > MAX_COMPARED:
         return NotImplemented
     count = numbers.shape[-1]
-    places = Constant(torch.arange(width).reshape(width, 1))
+    every = Constant(torch.arange(width).reshape(width, 1))
     row = b.reshape(numbers, (*front, 1, count))
-    same = b.pointwise("eq({0}, {1})", row, places, dtype="f32", shape=(*front, width, count))
+    same = b.pointwise("eq({0}, {1})", row, every, dtype="f32", shape=(*front, width, count))
     hit = b.p.reduce(b.handle(same), len(front) + 1, "max", name=b.name())
     made = b.pointwise("where({0}, {1}, {2})", hit, value, x, shape=x.shape)
     return b.from_last(made, dim)
