@@ -305,9 +305,8 @@ class _ScoreForms:
         except (KeyError, _NotLinear):  # another function
             return None
         # a constant that tells rows apart makes more of one
-        same = all(
-            value is None or torch.broadcast_shapes(value.shape, shape) == shape for value in found
-        )
+        zeros = torch.zeros(shape)
+        same = all(value is None or (value + zeros).shape == zeros.shape for value in found)
         return found if same else None
 
     def is_of_rows(self, name: str, score: str) -> bool:
@@ -427,7 +426,7 @@ def _of_one(value: Affine, whole: tuple[int, ...], alone: tuple[int, ...]) -> Af
     def cut(x: Values | None) -> Values | None:
         if x is None or whole == alone or x.dim() < len(whole) or x.shape[0] != whole[0]:
             return x
-        rows = x.unflatten(0, (whole[0] // alone[0], alone[0]))
+        rows = x.reshape(whole[0] // alone[0], alone[0], *x.shape[1:])
         return rows[0] if bool((rows == rows[:1]).all()) else x
 
     a, b = (cut(x) for x in value)

@@ -354,7 +354,8 @@ class _BatchBuilder:
             if isinstance(op, FusedAttention) and self.attention:
                 cache = tensors[op.k_cache].shape
                 if cache[:-2] != (self.batch, self.attention.num_kv_heads):
-                    raise unfit(f"{op.name!r} of {self.batch} tokens with caches {list(cache)}")
+                    found = f"{op.name!r} of {self.batch} tokens with caches {list(cache)}"
+                    raise unfit(f"{found}, which is not one a token")
                 row_bytes = self.attention.head_dim * ITEM_BYTES
                 if any(self.states.offset(name) % row_bytes for name in (op.k_cache, op.v_cache)):
                     raise unfit(f"{op.name!r} with caches between rows of {row_bytes} bytes")

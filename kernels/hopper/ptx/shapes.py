@@ -92,7 +92,8 @@ def padded_half(head_dim: int) -> int:
 @constexpr_function
 def padded_columns(head_dim: int) -> int:
     """Columns of the slots of a block of keys, up to a power of two."""
-    return 2 * padded_half(head_dim)
+    columns: int = 2 * padded_half(head_dim)
+    return columns
 
 
 @constexpr_function

@@ -736,8 +736,9 @@ def _reduced(op: Op) -> int:
 
 
 def _unfit(op: Op) -> UnsupportedError:
+    why = ": its keys and values are of this step, in no cache" if op.kind == "attend" else ""
     return UnsupportedError(
-        f"op {op.name!r} of kind {op.kind} does not fuse",
+        f"op {op.name!r} of kind {op.kind} does not fuse{why}",
         expected="contractions with norms before and pointwise ops behind them, norms, softmax and "
         "pointwise ops of rows, attention with a cache, embeddings, gathers of columns over ranks, "
         "the choice of a token",

@@ -30,6 +30,7 @@ from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
 from distmega.program import expr
 from distmega.program.builder import ProgramBuilder
+from distmega.program.ops.attention import attend
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
@@ -225,6 +226,15 @@ def test_an_op_that_no_rule_takes_is_named():
     x = p.input("x", (1, 64))
     program = p.build(p.linear(p.cumsum(x, name="odd_one"), p.weight("w", (64, 64))))
     with pytest.raises(UnsupportedError, match="'odd_one' of kind cumsum does not fuse"):
+        fuse_segment(program)
+
+
+def test_attention_without_a_cache_is_named():
+    p = ProgramBuilder("values")
+    q, k, v = (p.input(name, (1, 2, 4, 16)) for name in "qkv")
+    mask = p.input("mask", (1, 1, 4, 4), "bool")
+    program = p.build(p.op(attend, q, k, v, mask, scale=0.25, name="att"))
+    with pytest.raises(UnsupportedError, match=r"'att' of kind attend .*: its keys and values are"):
         fuse_segment(program)
 
 

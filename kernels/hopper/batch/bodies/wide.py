@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.hopper.batch.bodies.blocks import capped
 from distmega.kernels.hopper.batch.bodies.limits import LOG2_E
+from distmega.kernels.hopper.ptx.device import single
 from distmega.kernels.hopper.ptx.shapes import (
     GROUP_LIMIT,
     MMA_M,
@@ -82,7 +83,7 @@ def attend_wide_block(
         mbarrier.wait(ring.ready.index(slot), ((it + h) // STAGES) & 1)
         v = ring.slots.index(slot).load(RIGHT)
         mbarrier.arrive(ring.free.index(slot), count=1)
-        found += (mma_v2(p, v, outputs[h] * alpha),)
+        found += single(mma_v2(p, v, outputs[h] * alpha))
     it += HALVES
     return it, m_new, l, found
 
@@ -102,7 +103,7 @@ def begin_wide(qs, scale, table, query0, position, is_first, spec: gl.constexpr)
         k = qs.index(h).slice(G, 1, dim=0).load(ROWS).to(gl.float32)
         s += gl.sum(q * k, axis=1)
         v = qs.index(h).slice(G + 1, 1, dim=0).load(MMA2)
-        outputs += (gl.where(is_first, v.to(gl.float32) + zeros, 0.0),)
+        outputs += single(gl.where(is_first, v.to(gl.float32) + zeros, 0.0))
     s = capped(s * scale, spec.softcap)
     if spec.biased:
         row = gl.arange(0, MMA_M, layout=gl.SliceLayout(1, ROWS))
