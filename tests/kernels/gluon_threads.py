@@ -253,7 +253,7 @@ class Program:
             arrive=lambda bar, count=1: bar.add(count, 0),
             expect=lambda bar, num_bytes: bar.add(1, int(num_bytes)),
         )
-        return found | {
+        found |= {
             "gl": self.language(),
             "mbarrier": bars,
             "make_barriers": self.make_barriers,
@@ -263,6 +263,7 @@ class Program:
             "fence_async_shared": nothing,
             "cta_barrier": nothing,
         }
+        return found
 
 
 def run_kernel(
@@ -272,10 +273,6 @@ def run_kernel(
     for number in range(num_programs):
         program = Program(number, num_programs)
         scope = program.scope(module)
-        functions = [x for x in scope.values() if isinstance(x, FunctionType)]
-        for function in functions:
-            if function.__globals__ is not scope and function.__name__ in scope:
-                function.__globals__.update(scope)
         given = {n: Number(x) if type(x) is int else x for n, x in arguments.items()}
         scope[name](**given)
         errors: list[BaseException] = []
