@@ -54,6 +54,11 @@ TILES = {
 }
 """By the rows that a group has in the mean, up to the next of these."""
 
+WIDE_TILES = ProductTiles(rows=16, columns=32, depth=32, warps=4, stages=2, programs=2)
+"""Of f32, which tensor cores do not multiply exactly: more would not fit registers."""
+LEAST_DEPTH = 16
+"""Terms that tl.dot takes at least; zeros stand behind the last."""
+
 
 @triton.jit
 def multiply_tile(x, w, out, top, length, group, row, column, k, n, num_rows: tl.constexpr,
@@ -144,7 +149,8 @@ def grouped_linear(
         return out
     if not here:
         return out.zero_()
-    tiles = choose_tiles(x.shape[0], groups.num)
+    is_wide = x.dtype == torch.float32
+    tiles = WIDE_TILES if is_wide else choose_tiles(x.shape[0], groups.num)
     shape = GroupTiles(
         rows=most_rows, choices=max(1, x.shape[0] // most_rows), groups=groups.num,
         first=groups.first, stop=groups.stop, columns=w.shape[1], depth=w.shape[2],
@@ -153,7 +159,7 @@ def grouped_linear(
     programs = tiles.programs * num_sms(x.device)
     drained = schedule == "drained" or (schedule == "auto" and chosen(shape, programs) == "drained")
     head = torch.zeros(1, dtype=torch.int32, device=x.device) if drained else offsets
-    depth = min(tiles.depth, triton.next_power_of_2(x.shape[1]))
+    depth = min(tiles.depth, max(LEAST_DEPTH, triton.next_power_of_2(x.shape[1])))
     rows, matrices = (
         TensorDescriptor.from_tensor(each, [tile, depth])
         for each, tile in (

@@ -57,6 +57,18 @@ def test_products_are_those_of_float64(
         assert torch.equal(found, grouped_linear(x, w, offsets, groups, num_rows, schedule))
 
 
+@pytest.mark.parametrize(("n", "k"), [(40, 8), (130, 72)])
+def test_products_of_f32_and_of_short_rows(n: int, k: int):
+    torch.manual_seed(0)
+    offsets = offsets_of(50, 2, 6, "random")
+    groups = GroupRange(first=0, stop=6, num=6)
+    for dtype, most in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+        x, w = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((100, k), (6, n, k)))
+        found = grouped_linear(x, w, offsets, groups, 50, "drained")
+        exact = by_torch(x.double(), w.double(), offsets, groups)
+        assert float((found.double() - exact).norm() / exact.norm()) < most
+
+
 @pytest.mark.parametrize("schedule", ["static", "drained"])
 def test_a_captured_graph_serves_any_routing(schedule: Schedule):
     torch.manual_seed(0)

@@ -17,10 +17,10 @@ from distmega.kernels.library.grouped_products import ProductTiles, Schedule, gr
 from distmega.program.ops.experts import GroupRange
 from tests.kernels.library.packed_attention_interpreted import patch_tensors
 
-TILES = {
-    4: ProductTiles(rows=4, columns=16, depth=16, warps=4, stages=1, programs=2),
-    16: ProductTiles(rows=16, columns=16, depth=16, warps=4, stages=1, programs=1),
-}
+TILES = (
+    ProductTiles(rows=4, columns=16, depth=16, warps=4, stages=1, programs=2),
+    ProductTiles(rows=16, columns=16, depth=16, warps=4, stages=1, programs=1),
+)
 
 Case = tuple[tuple[int, ...], int, int, int, int, int]
 """Rows of each group, rows of no group behind them, columns, terms; the groups of the rank."""
@@ -56,11 +56,14 @@ def error_of(case: Case, schedule: Schedule) -> float:
 
 
 if __name__ == "__main__":
-    with (
-        patch.object(grouped_products, "_takes", lambda *_: True),
-        patch.object(grouped_products, "TILES", TILES),
-        patch.object(grouped_products, "num_sms", lambda _: 3),
-        patch.object(interpreter, "_patch_lang_tensor", patch_tensors),
-    ):
-        schedules: tuple[Schedule, ...] = ("static", "drained", "auto")
-        print(max(error_of(case, schedule) for case in CASES for schedule in schedules))
+    schedules: tuple[Schedule, ...] = ("static", "drained", "auto")
+    errors = []
+    for tiles in TILES:
+        with (
+            patch.object(grouped_products, "_takes", lambda *_: True),
+            patch.object(grouped_products, "WIDE_TILES", tiles),
+            patch.object(grouped_products, "num_sms", lambda _: 3),
+            patch.object(interpreter, "_patch_lang_tensor", patch_tensors),
+        ):
+            errors += [error_of(case, schedule) for case in CASES for schedule in schedules]
+    print(max(errors))

@@ -12,7 +12,10 @@ from distmega.hostir.library.ops import compile_op
 from distmega.kernels.events import GroupTiles
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.library.grouped_products import (
+    LEAST_DEPTH,
     TILES,
+    WIDE_TILES,
+    ProductTiles,
     choose_tiles,
     chosen,
     grouped_linear,
@@ -28,6 +31,19 @@ def test_interpreted_groups_of_any_sizes_are_torchs_by_both_schedules() -> None:
     command = [sys.executable, "-m", "tests.kernels.library.grouped_products_interpreted"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tiles", "depth"), [("bf16", TILES[16], LEAST_DEPTH), ("fp32", WIDE_TILES, 32)]
+)
+def test_short_sums_and_wide_numbers_compile(dtype: str, tiles: ProductTiles, depth: int) -> None:
+    types = {"x": f"tensordesc<{dtype}[{tiles.rows}, {depth}]>", "out": f"*{dtype}"}
+    types |= {"w": f"tensordesc<{dtype}[{tiles.columns}, {depth}]>"}
+    types |= dict.fromkeys(("starts", "head"), "*i32")
+    types |= dict.fromkeys(("num_groups", "all_rows", "n", "k", "row_tiles"), "i32")
+    constants = {"slots": 1, "drained": True, "num_rows": tiles.rows}
+    constants |= {"num_columns": tiles.columns, "depth": depth}
+    assert compile_kernel(multiply_groups, types, constants, tiles.warps, None).stack_bytes == 0
 
 
 @pytest.mark.parametrize("drained", [False, True])
