@@ -100,7 +100,7 @@ class EngineOptions:
     collectives: Collectives = "auto"
     events: Events = "overlap"
     experts: Experts = "auto"
-    expert_tiles: ExpertTiles = "torch"
+    expert_tiles: ExpertTiles = "auto"
 
     def __post_init__(self) -> None:
         _require("max_context", self.max_context, 0)

@@ -51,7 +51,7 @@ class KernelOps:
         *,
         masked: bool = False,
         rules: Sequence[RewriteRule] = (),
-        groups: Groups = "torch",
+        groups: Groups = "auto",
     ) -> None:
         """masked: attention reads whole caches under a mask, so that the host need not wait for
         positions and a graph can hold it; otherwise no more of a cache than is in use. rules: those

@@ -96,8 +96,8 @@ def grouped_op(terms: int) -> Op:
 @pytest.mark.parametrize(("terms", "told"), [(8, ""), (12, "the host reads where groups start")])
 def test_the_host_reads_nothing_where_the_kernel_does_it(terms: int, told: str):
     op = grouped_op(terms)
-    assert KernelOps().reads_host(op) == "the host reads where groups start"
-    assert KernelOps(groups="auto").reads_host(op) == told
+    assert KernelOps(groups="torch").reads_host(op) == "the host reads where groups start"
+    assert KernelOps().reads_host(op) == told
 
 
 def test_what_the_kernel_does_not_take_torch_does():
