@@ -29,10 +29,10 @@ CASES = {
 IDS = [5, 9, 200, 31, 7]
 
 
-def save(name: str, folder: Path):
+def save(name: str, folder: Path, **changes: object):
     """A tiny model with biases, none of which is zero."""
     family = FAMILIES[name]
-    model = replace(family, changes={**family.changes, **CASES[name]}).build()
+    model = replace(family, changes={**family.changes, **CASES[name], **changes}).build()
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return model
@@ -88,6 +88,9 @@ def test_the_kernel_of_one_row_adds_them(biases: dict[str, bool], tp: int):
 
 def test_explain_says_what_decodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save("llama", tmp_path)
+    assert main(["explain", str(tmp_path), "--machine", "h200"]) == 0
+    assert "tasks a step, on Hopper GPUs" in capsys.readouterr().out
+    save("llama", tmp_path, head_dim=264)
     assert main(["explain", str(tmp_path), "--machine", "h200"]) == 0
     assert "decode steps: library ops, since the decode kernel can't do" in capsys.readouterr().out
     assert main(["explain", "smollm2-135m", "--machine", "h200"]) == 0

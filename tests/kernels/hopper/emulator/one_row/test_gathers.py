@@ -105,11 +105,14 @@ def test_columns_in_many_orders(name: str, tp: int):
 
 
 def test_rows_of_some_ranks_tell_nothing_of_the_others():
-    """With 4 ranks an SM's rows are of two: then it waits for all, unless another op tells it."""
-    formulas = [
-        formula.norm for tp in (2, 4) for formula in gathering("leaving", tp, 3).queues[0].formulas
-    ]
-    assert formulas == ["copy", "heard"]
+    """An SM's rows are of some ranks: it waits for all, unless another op tells it."""
+    found = {
+        (name, tp): [formula.norm for formula in gathering(name, tp, 3).queues[0].formulas]
+        for name in ("leaving", "gates")
+        for tp in (2, 4)
+    }
+    assert found["leaving", 2] == found["leaving", 4] == ["heard"]
+    assert found["gates", 2] == found["gates", 4] == ["copy"]
 
 
 def test_programs_that_are_planned_alone_gather_too():
