@@ -20,7 +20,7 @@ METADATA = 6
 """Place of what hooks may ask for, made anew for each launch."""
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_later_launches_are_the_first(monkeypatch, num_ranks):
     seen: list[tuple[object, ...]] = []
     monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
@@ -49,7 +49,11 @@ def test_a_prepared_kernel_is_the_one_that_runs(monkeypatch, batch):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "method"), [(1, Method(kind="limited", num_candidates=64)), (2, GREEDY)]
+    ("num_ranks", "method"),
+    [
+        (1, Method(kind="limited", num_candidates=64)),
+        pytest.param(2, GREEDY, marks=pytest.mark.nightly),
+    ],
 )
 def test_batched_launches_are_the_first(monkeypatch, num_ranks, method):
     """Of a kernel that draws within limits, for which each sequence has lists of its own; of one

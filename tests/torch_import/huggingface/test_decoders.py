@@ -163,11 +163,10 @@ def test_families_that_the_capture_was_not_written_with(name: str):
 @pytest.mark.parametrize(
     "name",
     [
-        "gemma2",
         "bloom",
         *(
             pytest.param(name, marks=pytest.mark.nightly)
-            for name in ("gptj", "falcon-alibi", "gpt_neo", "gpt_oss", "mpt")
+            for name in ("gemma2", "gptj", "falcon-alibi", "gpt_neo", "gpt_oss", "mpt")
         ),
     ],
 )
