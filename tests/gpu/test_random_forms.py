@@ -4,7 +4,6 @@ from contextlib import suppress
 
 import pytest
 import torch
-from torch import Tensor
 
 from distmega.compiled import CompiledProgram
 from distmega.errors import UnsupportedError
@@ -14,7 +13,7 @@ from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from tests.hostir.programs import run_program
+from tests.hostir.programs import run_program_in
 from tests.kernels.hopper.emulator.test_random_forms import FORMS, attended
 from tests.kernels.random_forms import random_form, random_values
 
@@ -45,14 +44,9 @@ def check(program: Program, seed: int) -> None:
         step.wait()
     found, again = runs
     assert all(torch.equal(x, again[name]) for name, x in found.items())
-
-    def in_torch(dtype: torch.dtype) -> dict[str, Tensor]:
-        return run_program(
-            program,
-            {n: x.to(dtype) if x.is_floating_point() else x.clone() for n, x in values.items()},
-        )
-
-    exact, half = in_torch(torch.float64), in_torch(torch.bfloat16)
+    exact, half = (
+        run_program_in(dtype, program, values) for dtype in (torch.float64, torch.bfloat16)
+    )
     for name, x in found.items():
         if not x.is_floating_point():
             (argmax,) = (op for op in program.ops if op.kind == "argmax")

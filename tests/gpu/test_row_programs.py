@@ -4,7 +4,6 @@ torch's own bf16.
 
 import pytest
 import torch
-from torch import Tensor
 
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import SingleCommunicator
@@ -12,7 +11,7 @@ from distmega.kernels.machines import H200
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
-from tests.hostir.programs import run_program
+from tests.hostir.programs import run_program_in
 from tests.kernels.hopper.batch_plan.test_batch_pointwise import heads_normed, two_lookups
 from tests.kernels.row_programs import HEADS, PROGRAMS, attending, random_values
 
@@ -35,14 +34,9 @@ def check(program: Program) -> None:
     again = step(inputs)
     assert all(torch.equal(x, again[name]) for name, x in found.items())
     assert (step.stats.num_megakernels, step.stats.num_library_ops) == (1, 0)
-
-    def in_torch(dtype: torch.dtype) -> dict[str, Tensor]:
-        return run_program(
-            program,
-            {n: x.to(dtype) if x.is_floating_point() else x.clone() for n, x in values.items()},
-        )
-
-    exact, half = in_torch(torch.float64), in_torch(torch.bfloat16)
+    exact, half = (
+        run_program_in(dtype, program, values) for dtype in (torch.float64, torch.bfloat16)
+    )
     for name, x in found.items():
         if not x.is_floating_point():
             continue

@@ -146,6 +146,15 @@ def run_program(
     return env
 
 
+def run_program_in(
+    dtype: torch.dtype, program: Program, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """As run_program, with floats of this type; the tensors given stay as they are."""
+    given = {n: x.to(dtype, copy=True) if x.is_floating_point() else x.clone()
+             for n, x in tensors.items()}  # fmt: skip
+    return run_program(program, given)
+
+
 class SegmentRunner:
     """Runs a segment op by op, as a megakernel would: on copies of its inputs."""
 

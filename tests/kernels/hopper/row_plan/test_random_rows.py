@@ -19,7 +19,7 @@ from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
 from tests.gpu.test_random_rows import compare
-from tests.hostir.programs import run_program
+from tests.hostir.programs import run_program_in
 from tests.kernels.hopper.emulator.batch.test_batch_emulator import batch_case
 from tests.kernels.hopper.emulator.emulated_bits import emulated, hash_of, hash_of_words
 from tests.kernels.hopper.emulator.emulating import case_of
@@ -36,8 +36,7 @@ def test_the_interpreter_gives_exact_numbers(seed):
     step = CompiledProgram(
         plan_program(program, MESH, CPU), SingleCommunicator(MESH), megakernel=True
     )
-    wide = {n: x.float() if x.is_floating_point() else x.clone() for n, x in values.items()}
-    expected = run_program(program, wide)
+    expected = run_program_in(torch.float32, program, values)
     for name, found in step(step.parts(values)).items():
         assert torch.equal(found.double(), expected[name].double())
 

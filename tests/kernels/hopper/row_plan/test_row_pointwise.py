@@ -24,7 +24,7 @@ from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.fuse import FusedContraction, FusedPointwise, fuse_segment
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
-from tests.hostir.programs import run_program
+from tests.hostir.programs import run_program_in
 from tests.kernels.fused_reference import run_fused
 from tests.kernels.row_programs import HIDDEN, PROGRAMS, attending, matrix, random_values, rms
 
@@ -45,8 +45,7 @@ def pointwise(queues: RowQueues) -> list[RowPointwise]:
 def test_fused_ops_compute_the_program(name, rows):
     program = PROGRAMS[name](rows)
     values = random_values(program)
-    wide = {n: x.double() if x.is_floating_point() else x for n, x in values.items()}
-    expected = run_program(program, wide)
+    expected = run_program_in(torch.float64, program, values)
     for out, found in run_fused(program, values).items():
         torch.testing.assert_close(found.double(), expected[out].double(), rtol=1e-6, atol=1e-6)
 
