@@ -1,0 +1,59 @@
+"""Instructions that choose tokens: the head, and samples within limits.
+
+Next on the walk: ../batch/bodies/sample.py.
+"""
+
+from distmega.kernels.hopper.batch_plan.draft import BatchDraft
+from distmega.kernels.hopper.batch_plan.words import BatchHead, BatchSample
+from distmega.kernels.hopper.plan.matrices import rows_of, share
+from distmega.kernels.hopper.plan.types import unfit
+from distmega.kernels.hopper.plan.words import UNIT_ROWS
+from distmega.kernels.tasks.fuse import FusedChoice, FusedContraction
+
+
+def head_rows(draft: BatchDraft) -> int:
+    """Of this rank's part of what a token is chosen from."""
+    ranked = [op for op in draft.fused if isinstance(op, FusedContraction) and draft.is_ranked(op)]
+    if draft.choice and not ranked:
+        raise unfit(f"a choice from {draft.choice.source!r}")
+    return rows_of(ranked[0], draft.placed) if ranked else 0
+
+
+def logit_rows(draft: BatchDraft) -> int:
+    """Of them, those that are tokens."""
+    num = draft.choice.vocab if draft.choice else 0
+    return min(draft.vocab, max(0, num - draft.team_rank * draft.vocab))
+
+
+def add_head(draft: BatchDraft, op: FusedContraction, start: int, common: dict[str, int]) -> None:
+    """The rows that a token is chosen from."""
+    assert draft.choice is not None
+    shared = {
+        name: draft.symmetric.get(name, 0) for name in ("logits", "row_maxima", "ready_flags")
+    }
+    for sm, queue in enumerate(draft.queues):
+        first, last = share(draft.vocab, 1, sm, draft.num_sms)
+        queue.append(
+            BatchHead(
+                name=op.name,
+                row0=first * UNIT_ROWS,
+                num_units=last - first,
+                num_rows=logit_rows(draft),
+                weight_row=start + first * UNIT_ROWS,
+                first_id=draft.team_rank * draft.vocab,
+                bias=draft.placed.bias(op.streams),
+                team_rank=draft.team_rank,
+                num_tokens=draft.choice.vocab,
+                **shared,
+                **common,
+            )
+        )
+
+
+def add_sample(draft: BatchDraft, op: FusedChoice) -> None:
+    """What samples within limits from the logits of all."""
+    shared = {
+        name: draft.symmetric.get(name, 0) for name in ("logits", "row_maxima", "ready_flags")
+    }
+    for queue in draft.queues:
+        queue.append(BatchSample(name=op.name, num_rows=op.vocab, **shared))
