@@ -56,27 +56,15 @@ def make_parser(doc: str | None, cases: Sequence[str], rounds: int) -> argparse.
     return parser
 
 
-def run_cases(
-    benchmark: str,
-    doc: str | None,
-    cases: Sequence[str],
-    rounds: int,
-    parse: Callable[[str], C],
-    measure: Measure[C],
-) -> None:
-    """Measures the cases that the command line names, `cases` if none, and writes their records as
-    they come. rounds: unless it says how many.
-    """
-    measure_cases(benchmark, make_parser(doc, cases, rounds).parse_args(), parse, measure)
-
-
 def measure_cases(
     benchmark: str,
     arguments: argparse.Namespace,
     parse: Callable[[str], C],
     measure: Measure[C],
 ) -> None:
-    """As run_cases, the command line read by make_parser before."""
+    """Measures the cases that the command line names and writes their records as they come.
+    arguments: as make_parser reads it; benchmark: which results it writes.
+    """
     book = open_book(arguments.results, arguments.commit)
     for case in map(parse, arguments.cases):
         given = arguments.rounds, not arguments.no_peer, benchmark, book

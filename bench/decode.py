@@ -1,30 +1,38 @@
 """Time of one decode step: distmega, torch.compile and the floor, alternating in one run.
 
     python -m bench.decode "llama-3.2-1b batch=1 ctx=512 tp=2" ... [--rounds 20] [--no-peer]
+        [--by-layer]
 
 A case names a preset, a batch, a position of the KV cache, the same for all sequences, and how
 many GPUs share the model, 1 unless said; weights and the cache are random, bf16, and both sides
 use one cache. The floor is the bytes of all weights, cached keys and values that a GPU reads in a
 step over the rate of a device copy, measured in the same run; of experts those that the steps' rows
-have chosen, as the kernel counts them.
+have chosen, as the kernel counts them. Experts of the peer are written in the form that a trial of
+one layer finds faster. With --by-layer the peer is not compiled as a whole, which takes minutes
+where a model has many layers, but a layer of each kind once, and a step is captured as one CUDA
+graph: as many kernels, for only the norm in front of a layer could join what ends the one before.
 Writes bench/results/decode-<device>.json; `make tables` writes
 the table of docs/performance.md from it.
 """
 
 import math
 import statistics
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.cases import read_case, run_cases
+from bench.cases import make_parser, measure_cases, read_case
 from bench.ranks import AHEAD_CYCLES
 from bench.records import Record
-from bench.timing import Call, copy_bytes_per_us, elapsed_us
-from bench.torch_decoder import make_peer
+from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
+from bench.torch_decoder import ExpertForm, TorchDecoder, make_experts, make_peer
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import Communicator
@@ -45,6 +53,8 @@ CASES = (
 )
 STEPS = 16
 """Decode steps between two events: a launch of ours, so many calls of the peer."""
+TRIALS = 32
+"""Rows that a trial of experts has, one behind the other: more than caches keep experts of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +129,9 @@ def our_step(case: Case, engine: Engine) -> Call:
     return run
 
 
-def peer_step(case: Case, config: ModelConfig, engine: Engine) -> Call:
+def peer_step(case: Case, config: ModelConfig, engine: Engine, by_layer: bool) -> Call:
     """STEPS calls of the compiled peer at the same position, on the engine's caches."""
+    form = faster_form(case, config) if layers_of_experts(config) else "grouped"
     torch._dynamo.reset()
     caches = [
         tuple(
@@ -131,17 +142,52 @@ def peer_step(case: Case, config: ModelConfig, engine: Engine) -> Call:
         )
         for layer in range(config.num_layers)
     ]
-    model = make_peer(config, caches, case.num_ranks)
-    step = torch.compile(model, mode="max-autotune", fullgraph=True)
-    tokens = torch.zeros(case.batch, 1, dtype=torch.long, device="cuda")
+    model = make_peer(config, caches, case.num_ranks, form)
+    # other tokens, as in our_step
+    tokens = torch.arange(1, case.batch + 1, device="cuda")[:, None]
     position = torch.tensor([case.context - 1], device="cuda")
+    step = compiled_peer(case, model, tokens, position, by_layer)
 
     def run() -> None:
         with torch.inference_mode(), backends(case):
             for _ in range(STEPS):
-                step(tokens, position)
+                step()
 
     return run
+
+
+def compiled_peer(
+    case: Case, model: TorchDecoder, tokens: Tensor, position: Tensor, by_layer: bool
+) -> Callable[[], object]:
+    """A step of the compiled peer, as CUDA graph."""
+    if not by_layer:
+        whole = torch.compile(model, mode="max-autotune", fullgraph=True)
+        return lambda: whole(tokens, position)
+    model.compile_by_layer("max-autotune-no-cudagraphs")
+    with torch.inference_mode(), backends(case):
+        return captured(lambda: model(tokens, position))[0].replay
+
+
+def faster_form(case: Case, config: ModelConfig) -> ExpertForm:
+    """The form in which one layer of experts, compiled, takes rows of this many sequences in less
+    time. The layer's own inputs are random, so that rows choose as the model's do.
+    """
+    x = torch.randn(TRIALS, case.batch, 1, config.hidden, device="cuda", dtype=torch.bfloat16)
+    times: dict[ExpertForm, float] = {}
+    for form in get_args(ExpertForm):
+        torch._dynamo.reset()
+        layer = make_experts(config, case.num_ranks, form)
+        layer.compile(mode="max-autotune-no-cudagraphs", fullgraph=True)
+        with torch.inference_mode():
+            replay = captured(partial(apply_each, layer, x))[0].replay
+        times[form] = min(elapsed_us(replay, TRIALS) for _ in range(3))
+    return min(times, key=lambda form: times[form])
+
+
+def apply_each(layer: Callable[[Tensor], object], several: Sequence[Tensor]) -> None:
+    """Calls the layer with each of several inputs."""
+    for x in several:
+        layer(x)
 
 
 def backends(case: Case) -> AbstractContextManager[None]:
@@ -169,13 +215,15 @@ def meet(comm: Communicator) -> None:
         dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
-def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Record:
+def measure(
+    case: Case, comm: Communicator, rounds: int, with_peer: bool, *, by_layer: bool = False
+) -> Record:
     """Medians over `rounds` rounds in which each is timed once, all ranks at the same time."""
     config = open_model(case.model).config
     engine = open_engine(case, comm)
     runs = {"ours": our_step(case, engine)}
     if with_peer:
-        runs["torch.compile"] = peer_step(case, config, engine)
+        runs["torch.compile"] = peer_step(case, config, engine, by_layer)
     for run in runs.values():
         for _ in range(3):
             run()
@@ -200,4 +248,8 @@ def measure(case: Case, comm: Communicator, rounds: int, with_peer: bool) -> Rec
 
 
 if __name__ == "__main__":
-    run_cases("decode", __doc__, CASES, 20, parse_case, measure)
+    parser = make_parser(__doc__, CASES, 20)
+    parser.add_argument("--by-layer", action="store_true")
+    arguments = parser.parse_args()
+    with_options = partial(measure, by_layer=arguments.by_layer)
+    measure_cases("decode", arguments, parse_case, with_options)

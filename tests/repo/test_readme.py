@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import tables
-from bench.cases import read_case, run_cases
+from bench.cases import make_parser, measure_cases, read_case
 from bench.records import RESULTS, UNKNOWN, Book, Record, open_book, read_records, write_records
 from distmega.hostir.comm.communicator import Communicator
 from tests.repo.source import ROOT
@@ -154,7 +154,8 @@ def test_cases_are_measured_and_written_as_they_come(tmp_path: Path, monkeypatch
 
     options = ["a", "b", "--no-peer", "--results", str(tmp_path), "--commit", "abc"]
     monkeypatch.setattr("sys.argv", ["bench", *options])
-    run_cases("decode", None, ["c"], 7, OneRank, measure)
+    arguments = make_parser(None, ["c"], 7).parse_args()
+    measure_cases("decode", arguments, OneRank, measure)
     assert asked == [("a", 1, 7, False), ("b", 1, 7, False)]
     found = read_records(tmp_path / "decode-nvidia-h200.json")
     assert [(one.case, one.commit) for one in found] == [("a", "abc"), ("b", "abc")]
