@@ -14,6 +14,7 @@ from tests.gpu.engines import open_engine, random_model
 
 pytestmark = pytest.mark.gpu
 
+VOCAB = 49152
 NUM_INPUTS = 10
 RUN_STEPS = 250
 """Steps of one run from an input on, in several launches."""
@@ -39,21 +40,23 @@ def random_launches(rng: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "sampling"),
+    ("model", "batch", "sampling"),
     [
-        (1, Sampling()),
-        (1, Sampling(temperature=15.0, top_k=40, seed=3)),
-        (3, Sampling()),
-        (3, Sampling(temperature=15.0, top_k=40, top_p=0.9, seed=3)),
+        ("smollm2-135m", 1, Sampling()),
+        ("smollm2-135m", 1, Sampling(temperature=15.0, top_k=40, seed=3)),
+        ("smollm2-135m", 3, Sampling()),
+        ("smollm2-135m", 3, Sampling(temperature=15.0, top_k=40, top_p=0.9, seed=3)),
+        ("qwen3-30b-a3b", 1, Sampling()),
+        ("qwen3-30b-a3b", 8, Sampling()),
     ],
-    ids=["greedy", "drawn", "batch of 3", "batch of 3, drawn"],
+    ids=["greedy", "drawn", "batch of 3", "batch of 3, drawn", "experts", "experts, batch of 8"],
 )
-def test_every_run_is_the_first_of_its_inputs(batch, sampling, request):
-    source = random_model("smollm2-135m", num_layers=3)
+def test_every_run_is_the_first_of_its_inputs(model, batch, sampling, request):
+    source = random_model(model, num_layers=3, vocab=VOCAB)
     engine = open_engine(source, batch, sampling=sampling)
     rng = random.Random(batch)
     prompts = [
-        [rng.randrange(49152) for _ in range(rng.randint(1, 700))] for _ in range(NUM_INPUTS)
+        [rng.randrange(VOCAB) for _ in range(rng.randint(1, 700))] for _ in range(NUM_INPUTS)
     ]
     first: dict[int, list[Tensor]] = {}
     num_runs = max(request.config.getoption("--soak-steps") // RUN_STEPS, 2 * NUM_INPUTS)
@@ -63,4 +66,5 @@ def test_every_run_is_the_first_of_its_inputs(batch, sampling, request):
         for mine, expected in zip(found, first.setdefault(number, found), strict=True):
             assert torch.equal(mine, expected), (run, number)
     assert len({int(tokens[0].sum()) for tokens in first.values()}) > NUM_INPUTS // 2
-    print(f"{num_runs * RUN_STEPS} steps of {batch}, {sampling.method.kind}: {num_runs} runs")
+    kind = sampling.method.kind
+    print(f"{num_runs * RUN_STEPS} steps of {batch}, {model}, {kind}: {num_runs} runs")

@@ -181,6 +181,13 @@ def test_a_hundred_thousand_steps_without_a_differing_bit(device: str, num_ranks
     run_ranks(f"{HERE}:keep_every_bit", device, num_ranks, "smollm2-135m", 100_000)
 
 
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+def test_fifty_thousand_steps_of_experts_without_a_differing_bit(
+    device: str, num_ranks: int, run_ranks
+):
+    run_ranks(f"{HERE}:keep_every_bit", device, num_ranks, "qwen3-30b-a3b", 50_000)
+
+
 def decode_experts(comm: Communicator) -> None:
     """A few layers of Qwen3-30B-A3B, each rank a part of every expert: logits of one rank."""
     device = str(torch.get_default_device())
