@@ -26,7 +26,7 @@ from distmega.hostir.ir.nodes import (
     Node,
     walk_nodes,
 )
-from distmega.hostir.lower.lower import KERNEL_KINDS, Localized, lower_program
+from distmega.hostir.lower.lower import KERNEL_KINDS, REACHING_ALL, Localized, lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
@@ -39,7 +39,7 @@ from distmega.kernels.runtime.memory import allocate_arena, arena_views
 from distmega.kernels.runtime.stepping import SteppingRunner
 from distmega.kernels.runtime.symmetric import Team
 from distmega.kernels.tasks.cost import segment_us
-from distmega.program.kinds import kinds
+from distmega.program.kinds import collective_kinds
 from distmega.program.types import Op, Program, accesses, packed_strides
 from distmega.program.types import Tensor as ProgramTensor
 from distmega.sharding.search.cost import CPU_DEVICE, H200_DEVICE
@@ -119,6 +119,7 @@ def plan_whole(
             megakernel=True,
             peer_memory=True,
             is_encodable=None if on_gpu else _is_encodable,
+            collectives=REACHING_ALL if on_gpu else collective_kinds(),
             rules=rules,
             cost=cost,
         )
@@ -246,11 +247,10 @@ def _require_one_launch(host: HostProgram) -> None:
     ]
     if len(host.segments) == 1 and not others:
         return
-    reaching = {kind.name for kind in kinds() if kind.reaches_all}
     raise UnsupportedError(
         f"{_describe(others[0], host) if others else f'{len(host.segments)} kernels'} in program "
         f"{host.name!r}",
-        expected=f"ops of one megakernel: {', '.join(sorted({*KERNEL_KINDS, *reaching}))}",
+        expected=f"ops of one megakernel: {', '.join(sorted({*KERNEL_KINDS, *REACHING_ALL}))}",
         remedy="leave out megakernel=True: library ops do the others",
     )
 

@@ -35,7 +35,7 @@ from distmega.hostir.lower.segments import Run, kernel_runs, make_segment
 from distmega.hostir.passes.fuse import fuse_ops
 from distmega.hostir.passes.host_streams import Touched
 from distmega.hostir.passes.mix_columns import mix_columns
-from distmega.program.kinds import kind_of
+from distmega.program.kinds import kind_of, kinds
 from distmega.program.ops.compute import communication_axis
 from distmega.program.types import Op, Program, Tensor, accesses
 from distmega.sharding.finalize import verify_storage
@@ -48,11 +48,14 @@ from distmega.superopt.rules import RewriteRule
 
 KERNEL_KINDS = frozenset({
     "linear", "pointwise", "reduce", "rms_norm", "layer_norm", "softmax", "rope", "attention",
-    "biased_attention", "kv_append", "embedding", "slice", "concat", "expand", "reshape",
-    "transpose", "set", "argmax", "take_shard", "top", "cutoff", "sample", "top_k", "route",
-    "gather_rows", "grouped_linear", "scatter_add",
+    "biased_attention", "attend", "kv_append", "embedding", "gather", "slice", "concat", "expand",
+    "reshape", "transpose", "set", "argmax", "take_shard", "top", "topk", "cutoff", "sample",
+    "cumsum", "cumprod", "top_k", "route", "gather_rows", "grouped_linear", "scatter_add",
 })  # fmt: skip
 """Op kinds that a megakernel does, unless the caller knows better."""
+
+REACHING_ALL = frozenset(kind.name for kind in kinds() if kind.reaches_all)
+"""Collectives that a megakernel does, unless the caller knows better."""
 
 MAX_STREAMS = 4
 """Streams besides the main one that a host loop uses, unless the caller knows better."""
@@ -256,6 +259,7 @@ def lower_program(
     fuse: bool = False,
     rules: Sequence[RewriteRule] = (),
     kept: Container[str] = (),
+    collectives: Container[str] = REACHING_ALL,
     cost: Cost | None = None,
     is_usable: Callable[[RewriteRule], bool] | None = None,
 ) -> HostProgram:
@@ -263,9 +267,9 @@ def lower_program(
 
     kernel_kinds, is_encodable: which ops a megakernel can do; the others, and the ops named in
     `apart`, become library ops and collectives between segments. peer_memory: outside of loops
-    all_reduce and all_gather stay in the kernel, over one mesh axis a segment, and what the plan
-    fuses is one kernel. max_streams: of how many streams the iterations of a host loop take turns.
-    fuse: joins library ops that one kernel can do (fuse.py), which rounds fewer intermediate
+    `collectives`, kinds of these, stay in the kernel, over one mesh axis a segment, and what the
+    plan fuses is one kernel. max_streams: of how many streams the iterations of a host loop take
+    turns. fuse: joins library ops that one kernel can do (fuse.py), which rounds fewer intermediate
     results. rules: ops that are the program of one become an op that is its graph, before anything
     else is lowered; with `megakernel` its graph's ops, where that makes the program's `cost` less.
     kept: names of ops that no rule replaces. is_usable: whether a rule's kernels pay at a program's
@@ -288,8 +292,8 @@ def lower_program(
     def fits(op: Op, scope: Scope) -> bool:
         if not megakernel or op.name in apart:
             return False
-        if kind_of(op).reaches_all:
-            return peer_memory
+        if kind_of(op).communicates:
+            return peer_memory and op.kind in collectives
         if op.kind not in kernel_kinds or is_encodable is None:
             return op.kind in kernel_kinds
         strides = {access.tensor: scope.strides(access.tensor) for access in accesses(op)}

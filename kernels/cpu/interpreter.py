@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from distmega.errors import HangError, RankFailure
 from distmega.kernels.cpu.peer import Peers
-from distmega.kernels.isa.encoding import Encoded, Words, unpack
-from distmega.kernels.isa.opcodes import touches_peers
+from distmega.kernels.isa.encoding import Encoded, Header, Words, unpack
+from distmega.kernels.isa.opcodes import ExtraOperand, Instruction, touches_peers
 from distmega.kernels.isa.reference import Run, bind
 from distmega.kernels.runtime.memory import RankMemory
 
@@ -102,7 +102,7 @@ class RankInterpreter:
         self._counters = peers.counters[rank]
         self._order = Order(seed)
         self._queues = [
-            [self._bind(record, memories) for record in queue[:length]]
+            self._bind_queue(queue[:length], memories)
             for queue, length in zip(encoded.queues, encoded.lengths.tolist(), strict=True)
         ]
         self._next = list(map(len, self._queues))
@@ -173,14 +173,30 @@ class RankInterpreter:
             remedy="look at the ranks and tasks that owe; a dead rank stops its whole team",
         )
 
-    def _bind(self, record: Words, memories: Sequence[RankMemory]) -> BoundInstruction:
-        header, instruction = unpack(record)
-        used = memories if touches_peers(instruction) else memories[:1]
+    def _bind_queue(self, records: Words, memories: Sequence[RankMemory]) -> list[BoundInstruction]:
+        """Records in order; operands belong to the instruction behind them."""
+        steps: list[BoundInstruction] = []
+        operands: list[ExtraOperand] = []
+        for record in records:
+            header, instruction = unpack(record)
+            steps.append(self._bind(header, instruction, operands, memories))
+            operands = [*operands, instruction] if isinstance(instruction, ExtraOperand) else []
+        return steps
+
+    def _bind(
+        self,
+        header: Header,
+        instruction: Instruction,
+        operands: Sequence[ExtraOperand],
+        memories: Sequence[RankMemory],
+    ) -> BoundInstruction:
+        others = () if isinstance(instruction, ExtraOperand) else operands
+        used = memories if any(map(touches_peers, (instruction, *others))) else memories[:1]
         return BoundInstruction(
             waits=tuple(
                 map(self._wait, self._rows(self._encoded.waits, header.wait, header.num_waits))
             ),
-            runs=tuple(bind(instruction, memory) for memory in used),
+            runs=tuple(bind(instruction, memory, others) for memory in used),
             signals=tuple(
                 position
                 for row in self._rows(self._encoded.signals, header.signal, header.num_signals)

@@ -50,7 +50,11 @@ def lower_group(
     rule = RULES[op.kind]
     context = _context(group, operands, rule.classes(op), rule.limits, mesh_axes, expression)
     return [
-        [rule.emit(context, part) for part in context.geometry.parts(task)]
+        [
+            instruction
+            for part in context.geometry.parts(task)
+            for instruction in (*rule.before(context, part), rule.emit(context, part))
+        ]
         for task in range(group.num_tasks)
     ]
 

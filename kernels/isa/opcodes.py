@@ -2,8 +2,9 @@
 
 A `Ref` names an operand; element i (one index per dim) of it is at space + base * 128 bytes +
 (first + sum of i * strides) items. `axis` is an index into the mesh axes, or -1 where the rank's
-coordinate plays no part. reference.py has one function an opcode; encoding.py lays the fields out
-in words. Next on the walk: encoding.py.
+coordinate plays no part. What an instruction takes beyond its fields stands in ExtraOperands before
+it. reference.py has one function an opcode; encoding.py lays the fields out in words. Next on the
+walk: encoding.py.
 """
 
 from dataclasses import dataclass, fields
@@ -23,6 +24,12 @@ def quad(values: tuple[int, ...]) -> Quad:
     return a, b, c, d
 
 
+def triple(values: tuple[int, ...]) -> Triple:
+    """Three ints."""
+    a, b, c = values
+    return a, b, c
+
+
 def six(values: tuple[int, ...]) -> Six:
     """Six ints."""
     a, b, c, d, e, f = values
@@ -34,6 +41,13 @@ COMBINES = ("sum", "max", "min")
 
 NORMS = ("rms", "layer", "softmax")
 """Ways of normalising a row, likewise."""
+
+SCANS = ("cumsum", "cumprod")
+"""Ways of combining the elements of a row up to each one, likewise."""
+
+ATTENDED = ("positions", "sequences", "bias")
+"""What Attend takes besides keys and values: bit i of its `others` says whether there is the i-th.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +72,14 @@ class Nop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraOperand:
+    """One more operand of the instruction behind it, which says what the strides run over."""
+
+    x: Ref
+    strides: Six
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n]. Strides in the order of these
     dims.
@@ -77,9 +99,28 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """out[m, n] = sum over three dims s of x[m, s] * w[n, s], plus bias[m, n]: what a Linear is not
+    enough for, sums that do not merge into one dim and biases that differ by row.
+    """
+
+    x: Ref
+    w: Ref
+    bias: Ref | None
+    out: Ref
+    m: int
+    n: int
+    sums: Triple
+    x_strides: Quad
+    w_strides: Quad
+    bias_strides: Pair
+    out_strides: Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pointwise:
     """out[i, j] = expr(a0[i, j], ...): `expr` is the index of its first word in the constant table
-    (see encoding.py).
+    (see encoding.py). ExtraOperands before it are a4 and on, by strides over i, j.
     """
 
     out: Ref
@@ -111,7 +152,8 @@ class Reduce:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
     """out[m, start + i] for i < count, of rows normalised over all `dim` elements; x, weight and
-    bias start at element 0 of a row; `kind` is an index into NORMS.
+    bias start at element 0 of a row; `kind` is an index into NORMS. vector_strides: of
+    weight and bias.
     """
 
     x: Ref
@@ -123,9 +165,26 @@ class Norm:
     dim: int
     start: int
     count: int
-    x_stride: int
-    out_stride: int
+    x_strides: Pair
+    vector_strides: Pair
+    out_strides: Pair
     eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """out[m, start + i] for i < count: the elements of row m of x up to that one, combined; `kind`
+    is an index into SCANS. x starts at element 0 of a row.
+    """
+
+    x: Ref
+    out: Ref
+    kind: int
+    rows: int
+    start: int
+    count: int
+    x_strides: Pair
+    out_strides: Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,26 +203,31 @@ class Rope:
     start: int
     count: int
     table_rows: int
-    table_stride: int
-    x_strides: Pair
-    out_strides: Pair
+    table_strides: Pair
+    position_stride: int
+    x_strides: Triple
+    out_strides: Triple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvAppend:
-    """cache[m, h, positions[m], d] = x[m, h, d]; strides of x over (m, h), of cache over (m, h, t),
-    0 over m where all rows share one cache; d is contiguous.
+    """cache[m, h, positions[m], d] = x[m, h, d], or cache[sequences[m], h, ...] where there are
+    several `sequences`; strides of cache over (m or its sequence, h, t, d), the first 0 where all
+    rows share one.
     """
 
     x: Ref
     positions: Ref
+    sequences: Ref | None
     cache: Ref
     rows: int
     heads: int
     dim: int
     slots: int
-    x_strides: Pair
-    cache_strides: Triple
+    num_caches: int
+    x_strides: Triple
+    cache_strides: Quad
+    vector_strides: Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +257,35 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Attend:
+    """out[m, h, g, :], values weighted by the softmax of q's scores with keys, wherever these lie
+    and whatever a score may see: what an Attention is not enough for.
+
+    ExtraOperands before it: keys over (m, h, t, d) and values over (m, h, t, e), or over (sequence,
+    h, ...); then those of ATTENDED that `others` has. positions [m]: row m sees t <= positions[m],
+    and t > positions[m] - window where window > 0. sequences [m]: row m sees cache sequences[m] of
+    `num_caches`. bias (m, h, g, t): of bool what may be seen, else added to scores. A row that may
+    see nothing gives zeros. softcap as of Attention.
+    """
+
+    q: Ref
+    out: Ref
+    m: int
+    h: int
+    g: int
+    d: int
+    e: int
+    t: int
+    q_strides: Quad
+    out_strides: Quad
+    others: int
+    num_caches: int
+    scale: float
+    window: int
+    softcap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
     """out[m, d] = table[ids[m] - coordinate[axis] * stride, d], zero where another rank holds the
     row.
@@ -204,10 +297,28 @@ class Embedding:
     rows: int
     dim: int
     vocab: int
-    table_stride: int
-    out_stride: int
+    id_stride: int
+    table_strides: Pair
+    out_strides: Pair
     axis: int
     stride: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gather:
+    """out[i...] = x[i..., ids[i...]] over four dims and the `num` elements, `stride` apart, of
+    which one is chosen.
+    """
+
+    x: Ref
+    ids: Ref
+    out: Ref
+    extents: Quad
+    num: int
+    stride: int
+    x_strides: Quad
+    ids_strides: Quad
+    out_strides: Quad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +360,7 @@ class Argmax:
     rows: int
     vocab: int
     row_strides: Triple
+    step: int
     axis: int
     stride: int
     extent: int
@@ -256,34 +368,39 @@ class Argmax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Top:
-    """out[m, :] = the num_top largest of x[m, :extent], largest first; strides of x and out over
-    m.
+    """values[m, :] = the num_top largest of x[m, :extent], largest first, and index[m, :], where
+    they stand.
     """
 
     x: Ref
-    out: Ref
+    values: Ref
+    index: Ref | None
     rows: int
     extent: int
     num_top: int
-    strides: Pair
+    x_strides: Pair
+    value_strides: Pair
+    index_strides: Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutoff:
-    """limits[m, :] of x[m, :extent] under settings[m, :], as ops.cutoff says; strides over m."""
+    """limits[m, :] of x[m, :extent] under settings[m, :], as ops.cutoff says."""
 
     x: Ref
     settings: Ref
     limits: Ref
     rows: int
     extent: int
-    strides: Triple
+    x_strides: Pair
+    setting_strides: Pair
+    limit_strides: Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """value[m], index[m] sampled from x[m, v] as ops.sample says; indices as those of Argmax.
-    Strides over m of the operands in their order.
+    Strides over m of the operands in their order; steps along a row of x and of limits.
     """
 
     x: Ref
@@ -298,6 +415,7 @@ class Sample:
     stride: int
     extent: int
     strides: Six
+    steps: Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,6 +431,23 @@ class Push:
     recv_strides: Quad
     slot_stride: int
     axis: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushParts:
+    """recv[my slot, i, ...] on rank r of the team along `axis` = x[r * shard + i, ...], zero where
+    that index is not below `bound`; slots as of Push.
+    """
+
+    x: Ref
+    recv: Ref
+    extents: Quad
+    x_strides: Quad
+    recv_strides: Quad
+    slot_stride: int
+    axis: int
+    shard: int
+    bound: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,9 +481,13 @@ class ArgmaxRanks:
 Instruction = (
     Nop | Linear | Pointwise | Reduce | Norm | Rope | KvAppend | Attention
     | Embedding | Copy | TakeShard | Argmax | Top | Cutoff | Sample | Push | SumRanks | ArgmaxRanks
+    | ExtraOperand | Contract | Scan | Attend | Gather | PushParts
 )  # fmt: skip
 OPCODES: tuple[type[Instruction], ...] = get_args(Instruction)
 """The opcode of an instruction is its place here."""
+
+TAKES_EXTRA = frozenset({Pointwise, Attend})
+"""Instructions that ExtraOperands may stand before."""
 
 
 def touches_peers(instruction: Instruction) -> bool:

@@ -6,7 +6,7 @@ is that of the kinds' references and of hostir/library, on tiles. GPU kernels ar
 these. Next on the walk: interpreter.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -15,12 +15,23 @@ from distmega.hostir.library import norms, pointwise
 from distmega.hostir.library import ops as library
 from distmega.kernels.isa import opcodes
 from distmega.kernels.isa.encoding import unpack_expression
-from distmega.kernels.isa.opcodes import COMBINES, NORMS, Instruction, Ref
+from distmega.kernels.isa.opcodes import (
+    ATTENDED,
+    COMBINES,
+    NORMS,
+    SCANS,
+    TAKES_EXTRA,
+    ExtraOperand,
+    Instruction,
+    Ref,
+)
 from distmega.kernels.runtime.memory import RankMemory, peer_view
+from distmega.program.kinds import widen
 from distmega.program.ops import sampling
-from distmega.program.ops.attention import append_values, rope_values
+from distmega.program.ops.attention import append_values, attention_values, rope_values
 from distmega.program.ops.compute import reduce_values
 from distmega.program.ops.lookups import embedding_values
+from distmega.program.ops.norms import SCAN_VALUES
 
 Run = Callable[[], None]
 
@@ -28,12 +39,20 @@ _SPEC = library.LinearSpec(x=("m", "k"), w=("n", "k"), bias=(), out=("m", "n"))
 _BIASED = library.LinearSpec(x=("m", "k"), w=("n", "k"), bias=("n",), out=("m", "n"))
 
 
-def bind(instruction: Instruction, memory: RankMemory) -> Run:
-    """The function that executes an instruction on this memory, any number of times."""
-    return _BINDERS[type(instruction)](instruction, memory)
+def bind(
+    instruction: Instruction, memory: RankMemory, operands: Sequence[ExtraOperand] = ()
+) -> Run:
+    """The function that executes an instruction on this memory, any number of times; operands:
+    those that stand before it.
+    """
+    binder = _BINDERS[type(instruction)]
+    if type(instruction) in TAKES_EXTRA:
+        return binder(instruction, memory, operands)
+    assert not operands, f"{type(instruction).__name__} takes no operands besides its own"
+    return binder(instruction, memory)
 
 
-def _nop(i: opcodes.Nop, memory: RankMemory) -> Run:
+def _nop(i: opcodes.Nop | opcodes.ExtraOperand, memory: RankMemory) -> Run:
     return lambda: None
 
 
@@ -50,11 +69,27 @@ def _linear(i: opcodes.Linear, memory: RankMemory) -> Run:
     return run
 
 
-def _pointwise(i: opcodes.Pointwise, memory: RankMemory) -> Run:
+def _contract(i: opcodes.Contract, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.m, *i.sums), i.x_strides)
+    w = memory.view(i.w, (i.n, *i.sums), i.w_strides)
+    bias = memory.view(i.bias, (i.m, i.n), i.bias_strides) if i.bias else None
+    out = memory.view(i.out, (i.m, i.n), i.out_strides)
+    sums = ("a", "b", "c")
+    kept = ("m", "n") if i.bias else ()
+    spec = library.LinearSpec(x=("m", *sums), w=("n", *sums), bias=kept, out=("m", "n"))
+
+    def run() -> None:
+        out.copy_(library.linear(x, w, bias, spec, spec.num_rows))
+
+    return run
+
+
+def _pointwise(i: opcodes.Pointwise, memory: RankMemory, operands: Sequence[ExtraOperand]) -> Run:
     refs = (i.a0, i.a1, i.a2, i.a3)
     strides = (i.a0_strides, i.a1_strides, i.a2_strides, i.a3_strides)
     pairs = zip(refs, strides, strict=True)
     args = [memory.view(ref, i.extents, steps) for ref, steps in pairs if ref is not None]
+    args += [memory.view(other.x, i.extents, other.strides[:2]) for other in operands]
     out = memory.view(i.out, i.extents, i.out_strides)
     tree = unpack_expression(memory.constants, i.expr)
 
@@ -76,11 +111,12 @@ def _reduce(i: opcodes.Reduce, memory: RankMemory) -> Run:
 
 
 def _norm(i: opcodes.Norm, memory: RankMemory) -> Run:
-    x = memory.view(i.x, (i.rows, i.dim), (i.x_stride, 1))
+    x = memory.view(i.x, (i.rows, i.dim), i.x_strides)
     weight, bias = (
-        memory.view(ref, (i.dim,), (1,)) if ref is not None else None for ref in (i.weight, i.bias)
+        memory.view(ref, (i.dim,), (step,)) if ref is not None else None
+        for ref, step in zip((i.weight, i.bias), i.vector_strides, strict=True)
     )
-    out = memory.view(i.out, (i.rows, i.count), (i.out_stride, 1))
+    out = memory.view(i.out, (i.rows, i.count), i.out_strides)
     columns = slice(i.start, i.start + i.count)
 
     def run() -> None:
@@ -90,11 +126,22 @@ def _norm(i: opcodes.Norm, memory: RankMemory) -> Run:
     return run
 
 
+def _scan(i: opcodes.Scan, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.rows, i.start + i.count), i.x_strides)
+    out = memory.view(i.out, (i.rows, i.count), i.out_strides)
+    scan = SCAN_VALUES[SCANS[i.kind]]
+
+    def run() -> None:
+        out.copy_(scan(widen(x))[:, i.start :])
+
+    return run
+
+
 def _rope(i: opcodes.Rope, memory: RankMemory) -> Run:
-    x = memory.view(i.x, (i.rows, i.heads, i.dim), (*i.x_strides, 1))
-    positions = memory.view(i.positions, (i.rows,), (1,))
-    table = memory.view(i.table, (i.table_rows, i.dim), (i.table_stride, 1))
-    out = memory.view(i.out, (i.rows, i.heads, i.count), (*i.out_strides, 1))
+    x = memory.view(i.x, (i.rows, i.heads, i.dim), i.x_strides)
+    positions = memory.view(i.positions, (i.rows,), (i.position_stride,))
+    table = memory.view(i.table, (i.table_rows, i.dim), i.table_strides)
+    out = memory.view(i.out, (i.rows, i.heads, i.count), i.out_strides)
     columns = slice(i.start, i.start + i.count)
 
     def run() -> None:
@@ -104,14 +151,18 @@ def _rope(i: opcodes.Rope, memory: RankMemory) -> Run:
 
 
 def _kv_append(i: opcodes.KvAppend, memory: RankMemory) -> Run:
-    x = memory.view(i.x, (i.rows, i.heads, i.dim), (*i.x_strides, 1))
-    positions = memory.view(i.positions, (i.rows,), (1,))
+    x = memory.view(i.x, (i.rows, i.heads, i.dim), i.x_strides)
+    vectors = (i.positions, i.sequences)
+    positions, sequences = (
+        None if ref is None else memory.view(ref, (i.rows,), (step,))
+        for ref, step in zip(vectors, i.vector_strides, strict=True)
+    )
     own = i.cache_strides[0] > 0
-    shape, strides = (i.rows, i.heads, i.slots, i.dim), (*i.cache_strides, 1)
+    shape, strides = (i.num_caches, i.heads, i.slots, i.dim), i.cache_strides
     cache = memory.view(i.cache, shape if own else shape[1:], strides if own else strides[1:])
 
     def run() -> None:
-        append_values(cache, x, positions)
+        append_values(cache, x, positions, sequences if own else None)
 
     return run
 
@@ -136,16 +187,81 @@ def _caches(i: opcodes.Attention, ref: Ref, dim: int, memory: RankMemory) -> Ten
     return memory.view(ref, (i.m, *shape), (i.heads * i.t * dim, *strides))
 
 
+def _attend(i: opcodes.Attend, memory: RankMemory, operands: Sequence[ExtraOperand]) -> Run:
+    rows, heads = (i.m,), (i.m, i.h, i.g)
+    q = memory.view(i.q, (*heads, i.d), i.q_strides)
+    out = memory.view(i.out, (*heads, i.e), i.out_strides)
+    names = [name for bit, name in enumerate(ATTENDED) if i.others >> bit & 1]
+    given = dict(zip(("keys", "values", *names), operands, strict=True))
+    first = i.num_caches if "sequences" in given else i.m
+
+    def seen(name: str, *shape: int) -> Tensor:
+        return memory.view(given[name].x, shape, given[name].strides[: len(shape)])
+
+    k, v = seen("keys", first, i.h, i.t, i.d), seen("values", first, i.h, i.t, i.e)
+    if "positions" not in given:
+        bias = seen("bias", *heads, i.t) if "bias" in given else None
+        return _attend_all(i, q, k[0], v[0], bias, out)
+    if not given["keys"].strides[0]:
+        k, v = k[0], v[0]
+    positions = seen("positions", *rows)
+    sequences = seen("sequences", *rows) if "sequences" in given else None
+    if "bias" in given:
+        # one of all rows, [t, h, g]
+        bias = seen("bias", *heads, i.t)[0].permute(2, 0, 1)
+
+        def run_biased() -> None:
+            out.copy_(attention_values(q, k, v, positions, i.scale, i.window, i.softcap, bias=bias))
+
+        return run_biased
+
+    def run() -> None:
+        how = i.scale, i.window, i.softcap
+        if sequences is None:
+            out.copy_(library.attention(q, k, v, positions, *how))
+        else:
+            out.copy_(library.packed_attention(q, k, v, positions, sequences, *how))
+
+    return run
+
+
+def _attend_all(
+    i: opcodes.Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor
+) -> Run:
+    """q [m, h, g, d] over all of k [h, t, d] and v [h, t, e] under a mask [m, h, g, t]."""
+
+    def heads_first(x: Tensor) -> Tensor:
+        return x.permute(1, 2, 0, 3).reshape(1, i.h * i.g, i.m, -1)
+
+    def run() -> None:
+        seen = None if mask is None else heads_first(mask)
+        found = library.attend(heads_first(q), k[None], v[None], seen, i.scale, i.softcap)
+        out.copy_(found.view(i.h, i.g, i.m, i.e).permute(2, 0, 1, 3))
+
+    return run
+
+
 def _embedding(i: opcodes.Embedding, memory: RankMemory) -> Run:
-    ids = memory.view(i.ids, (i.rows,), (1,))
-    table = memory.view(i.table, (i.vocab, i.dim), (i.table_stride, 1))
-    out = memory.view(i.out, (i.rows, i.dim), (i.out_stride, 1))
+    ids = memory.view(i.ids, (i.rows,), (i.id_stride,))
+    table = memory.view(i.table, (i.vocab, i.dim), i.table_strides)
+    out = memory.view(i.out, (i.rows, i.dim), i.out_strides)
     base = _base(i.axis, i.stride, memory)
 
     def run() -> None:
         whole = i.axis < 0
         rows = embedding_values(ids, table, None if whole else base)
         out.copy_(rows)
+
+    return run
+
+
+def _gather(i: opcodes.Gather, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (*i.extents, i.num), (*i.x_strides, i.stride))
+    ids = memory.view(i.ids, i.extents, i.ids_strides)
+    out = memory.view(i.out, i.extents, i.out_strides)
+
+    def run() -> None:
+        out.copy_(x.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1))
 
     return run
 
@@ -161,11 +277,8 @@ def _copy(i: opcodes.Copy, memory: RankMemory) -> Run:
 
 
 def _take_shard(i: opcodes.TakeShard, memory: RankMemory) -> Run:
-    start = memory.coordinate[i.axis] * i.shard
-    num_valid = max(0, min(i.extents[0], i.bound - start))
-    shape = (num_valid, *i.extents[1:])
+    num_valid, src = _part_of(i.src, i, memory.coordinate[i.axis], memory)
     dst = memory.view(i.dst, i.extents, i.dst_strides)
-    src = memory.view(i.src, shape, i.src_strides, start * i.src_strides[0] if num_valid else 0)
 
     def run() -> None:
         dst[:num_valid].copy_(src)
@@ -175,7 +288,7 @@ def _take_shard(i: opcodes.TakeShard, memory: RankMemory) -> Run:
 
 
 def _argmax(i: opcodes.Argmax, memory: RankMemory) -> Run:
-    x = memory.view(i.x, (i.rows, i.vocab), (i.row_strides[0], 1))
+    x = memory.view(i.x, (i.rows, i.vocab), (i.row_strides[0], i.step))
     value = memory.view(i.value, (i.rows,), i.row_strides[1:2])
     index = memory.view(i.index, (i.rows,), i.row_strides[2:])
     base = _base(i.axis, i.stride, memory)
@@ -189,19 +302,24 @@ def _argmax(i: opcodes.Argmax, memory: RankMemory) -> Run:
 
 
 def _top(i: opcodes.Top, memory: RankMemory) -> Run:
-    x = memory.view(i.x, (i.rows, i.extent), (i.strides[0], 1))
-    out = memory.view(i.out, (i.rows, i.num_top), (i.strides[1], 1))
+    x = memory.view(i.x, (i.rows, i.extent), i.x_strides)
+    shape = (i.rows, i.num_top)
+    values = memory.view(i.values, shape, i.value_strides)
+    index = None if i.index is None else memory.view(i.index, shape, i.index_strides)
 
     def run() -> None:
-        out.copy_(sampling.top_values(x, 1, i.num_top).squeeze(1))
+        found, where = x.topk(i.num_top, -1)
+        values.copy_(found)
+        if index is not None:
+            index.copy_(where)
 
     return run
 
 
 def _cutoff(i: opcodes.Cutoff, memory: RankMemory) -> Run:
-    x = memory.view(i.x, (i.rows, i.extent), (i.strides[0], 1))
-    settings = memory.view(i.settings, (i.rows, 3), (i.strides[1], 1))
-    limits = memory.view(i.limits, (i.rows, 2), (i.strides[2], 1))
+    x = memory.view(i.x, (i.rows, i.extent), i.x_strides)
+    settings = memory.view(i.settings, (i.rows, 3), i.setting_strides)
+    limits = memory.view(i.limits, (i.rows, 2), i.limit_strides)
 
     def run() -> None:
         limits.copy_(sampling.cutoff_values(x, settings))
@@ -210,8 +328,8 @@ def _cutoff(i: opcodes.Cutoff, memory: RankMemory) -> Run:
 
 
 def _sample(i: opcodes.Sample, memory: RankMemory) -> Run:
-    x = memory.view(i.x, (i.rows, i.vocab), (i.strides[0], 1))
-    limits = memory.view(i.limits, (i.rows, 2), (i.strides[1], 1))
+    x = memory.view(i.x, (i.rows, i.vocab), (i.strides[0], i.steps[0]))
+    limits = memory.view(i.limits, (i.rows, 2), (i.strides[1], i.steps[1]))
     seeds, positions, value, index = (
         memory.view(ref, (i.rows,), (stride,))
         for ref, stride in zip((i.seeds, i.positions, i.value, i.index), i.strides[2:], strict=True)
@@ -238,6 +356,32 @@ def _push(i: opcodes.Push, memory: RankMemory) -> Run:
             received.copy_(x)
 
     return run
+
+
+def _push_parts(i: opcodes.PushParts, memory: RankMemory) -> Run:
+    slot = memory.coordinate[i.axis] * i.slot_stride
+    parts = []
+    for rank, arena in enumerate(memory.teams[i.axis]):
+        received = peer_view(arena, i.recv, i.extents, i.recv_strides, slot)
+        parts.append((received, *_part_of(i.x, i, rank, memory)))
+
+    def run() -> None:
+        for received, num_valid, own in parts:
+            received[:num_valid].copy_(own)
+            received[num_valid:].zero_()
+
+    return run
+
+
+def _part_of(
+    x: Ref, i: opcodes.TakeShard | opcodes.PushParts, rank: int, memory: RankMemory
+) -> tuple[int, Tensor]:
+    """How many rows a rank's part of x has, and these."""
+    strides = i.src_strides if isinstance(i, opcodes.TakeShard) else i.x_strides
+    start = rank * i.shard
+    num_valid = max(0, min(i.extents[0], i.bound - start))
+    shape = (num_valid, *i.extents[1:])
+    return num_valid, memory.view(x, shape, strides, start * strides[0] if num_valid else 0)
 
 
 def _sum_ranks(i: opcodes.SumRanks, memory: RankMemory) -> Run:
@@ -293,5 +437,11 @@ _BINDERS: Mapping[type, Callable[..., Run]] = {
     opcodes.Push: _push,
     opcodes.SumRanks: _sum_ranks,
     opcodes.ArgmaxRanks: _argmax_ranks,
+    opcodes.ExtraOperand: _nop,
+    opcodes.Contract: _contract,
+    opcodes.Scan: _scan,
+    opcodes.Attend: _attend,
+    opcodes.Gather: _gather,
+    opcodes.PushParts: _push_parts,
 }
 assert set(_BINDERS) == set(opcodes.OPCODES)

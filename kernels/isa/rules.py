@@ -9,9 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from distmega.kernels.isa import opcodes
-from distmega.kernels.isa.opcodes import COMBINES, NORMS, Instruction, Ref
+from distmega.kernels.isa.opcodes import (
+    ATTENDED,
+    COMBINES,
+    NORMS,
+    SCANS,
+    ExtraOperand,
+    Instruction,
+    Ref,
+)
 from distmega.kernels.runtime.arena import Operand
 from distmega.kernels.tasks.geometry import Geometry, IterationBox, unfit
+from distmega.program.kinds import kind_of
 from distmega.program.types import Op, accesses
 
 
@@ -50,22 +59,30 @@ class Context(NamedTuple):
         """The op's reduction as an index into COMBINES."""
         return COMBINES.index(str(self.op.attr("combine")))
 
-    def require_step_one(self, axis: str, operands: Sequence[int]) -> None:
-        """Elements along `axis` must be neighbours: instructions have no stride for it."""
-        for operand in operands:
-            if self.geometry.stride(axis, operand) != 1 and self.op.axis(axis).extent > 1:
-                raise unfit(self.op, f"operand {operand} steps {axis!r} unevenly")
+    def more(self, part: IterationBox, operand: int, strides: Sequence[int]) -> ExtraOperand:
+        """An operand that the instruction itself has no fields for, by up to six strides."""
+        padded = (*strides, *(0,) * (6 - len(strides)))
+        return ExtraOperand(x=self.ref(part, operand), strides=opcodes.six(padded))
+
+    def stride(self, axis: str, operand: int) -> int:
+        """Elements that one operand steps with an axis."""
+        return self.geometry.stride(axis, operand)
+
+
+def _no_operands(context: Context, part: IterationBox) -> Sequence[ExtraOperand]:
+    return ()
 
 
 class LoweringRule(NamedTuple):
     """How a kind becomes instructions: dims an instruction has for each class of axes, the class of
     each axis by name ("" for axes that the instruction treats whole), and the instruction of a
-    part.
+    part. before: what it takes besides its fields.
     """
 
     limits: Mapping[str, int]
     classes: Callable[[Op], Mapping[str, str]]
     emit: Callable[[Context, IterationBox], Instruction]
+    before: Callable[[Context, IterationBox], Sequence[ExtraOperand]] = _no_operands
 
 
 def _used(op: Op, operand: int) -> set[str]:
@@ -86,16 +103,29 @@ def _linear_classes(op: Op) -> dict[str, str]:
         if where not in kinds:
             raise unfit(op, f"axis {axis.name!r} is not a row, a column, a sum or a batch")
         classes[axis.name] = kinds[where]
-    if len(op.reads) == 3 and any(classes[name] not in "nb" for name in _used(op, 2)):
-        raise unfit(op, "the bias varies along rows")
     return classes
 
 
 def _linear(context: Context, part: IterationBox) -> Instruction:
-    out = len(context.operands) - 1
-    if part.lengths("k") != (math.prod(a.extent for a in context.op.axes if a.role == "reduce"),):
-        raise unfit(context.op, "the sums do not merge into one dim")
-    m, n, k = (part.dims[name][0] for name in "mnk")
+    out, sums = len(context.operands) - 1, part.dims["k"]
+    whole = math.prod(a.extent for a in context.op.axes if a.role == "reduce")
+    if math.prod(part.lengths("k")) != whole:
+        raise unfit(context.op, f"sums that do not merge into {len(sums)} dims")
+    (m,), (n,), k = part.dims["m"], part.dims["n"], sums[-1]
+    if k.length != whole or (out == 3 and m.strides[2] and m.length > 1):
+        return opcodes.Contract(
+            x=context.ref(part, 0),
+            w=context.ref(part, 1),
+            bias=context.ref(part, 2) if out == 3 else None,
+            out=context.ref(part, out),
+            m=m.length,
+            n=n.length,
+            sums=opcodes.triple(part.lengths("k")),
+            x_strides=opcodes.quad((m.strides[0], *part.strides("k", 0))),
+            w_strides=opcodes.quad((n.strides[1], *part.strides("k", 1))),
+            bias_strides=(m.strides[2], n.strides[2]) if out == 3 else (0, 0),
+            out_strides=(m.strides[out], n.strides[out]),
+        )
     return opcodes.Linear(
         x=context.ref(part, 0),
         w=context.ref(part, 1),
@@ -116,14 +146,17 @@ def all_axes(op: Op) -> dict[str, str]:
     return {axis.name: "i" for axis in op.axes}
 
 
+POINTWISE_FIELDS = 4
+"""Operands that a Pointwise has fields for."""
+
+
 def _pointwise(context: Context, part: IterationBox) -> Instruction:
     num_args = len(context.op.reads)
-    if num_args > 4:
-        raise unfit(context.op, f"{num_args} operands, an instruction has 4")
     outer, inner = part.dims["i"]
-    absent = 4 - num_args
-    args = [context.ref(part, i) for i in range(num_args)] + [None] * absent
-    strides = [(outer.strides[i], inner.strides[i]) for i in range(num_args)] + [(0, 0)] * absent
+    here = range(min(num_args, POINTWISE_FIELDS))
+    absent = POINTWISE_FIELDS - len(here)
+    args = [context.ref(part, i) for i in here] + [None] * absent
+    strides = [(outer.strides[i], inner.strides[i]) for i in here] + [(0, 0)] * absent
     return opcodes.Pointwise(
         out=context.ref(part, num_args),
         a0=args[0],
@@ -138,6 +171,11 @@ def _pointwise(context: Context, part: IterationBox) -> Instruction:
         a2_strides=strides[2],
         a3_strides=strides[3],
     )
+
+
+def _pointwise_operands(context: Context, part: IterationBox) -> Sequence[ExtraOperand]:
+    others = range(POINTWISE_FIELDS, len(context.op.reads))
+    return [context.more(part, i, part.strides("i", i)) for i in others]
 
 
 def _reduce_classes(op: Op) -> dict[str, str]:
@@ -164,9 +202,9 @@ def _norm_classes(op: Op) -> dict[str, str]:
 
 def _norm(context: Context, part: IterationBox) -> Instruction:
     out = len(context.op.reads)
-    context.require_step_one("d", (0, *range(2, out + 1)))
     (m,), (d,) = part.dims["m"], part.dims["d"]
     vectors = [context.ref(part, i, context.geometry.firsts[i]) for i in range(2, out)]
+    steps = [*(context.stride("d", i) for i in range(2, out)), 0, 0]
     return opcodes.Norm(
         x=context.ref(part, 1),
         weight=vectors[0] if vectors else None,
@@ -177,9 +215,24 @@ def _norm(context: Context, part: IterationBox) -> Instruction:
         dim=context.op.axis("d").extent,
         start=d.start,
         count=d.length,
-        x_stride=m.strides[0],
-        out_stride=m.strides[out],
+        x_strides=(m.strides[0], context.stride("d", 0)),
+        vector_strides=(steps[0], steps[1]),
+        out_strides=(m.strides[out], context.stride("d", out)),
         eps=context.number("eps", 0.0),
+    )
+
+
+def _scan(context: Context, part: IterationBox) -> Instruction:
+    (m,), (d,) = part.dims["m"], part.dims["d"]
+    return opcodes.Scan(
+        x=context.ref(part, 1),
+        out=context.ref(part, 2),
+        kind=SCANS.index(context.op.kind),
+        rows=m.length,
+        start=d.start,
+        count=d.length,
+        x_strides=(m.strides[0], context.stride("d", 0)),
+        out_strides=(m.strides[2], context.stride("d", 2)),
     )
 
 
@@ -189,9 +242,6 @@ def _rope_classes(op: Op) -> dict[str, str]:
 
 
 def _rope(context: Context, part: IterationBox) -> Instruction:
-    context.require_step_one("d", (0, 4))
-    context.require_step_one("r", (3,))
-    context.require_step_one("m", (2,))
     (m,), (h,), (d,) = part.dims["m"], part.dims["h"], part.dims["d"]
     return opcodes.Rope(
         x=context.ref(part, 1),
@@ -204,59 +254,111 @@ def _rope(context: Context, part: IterationBox) -> Instruction:
         start=d.start,
         count=d.length,
         table_rows=context.op.axis("t").extent,
-        table_stride=context.geometry.stride("t", 3),
-        x_strides=(m.strides[1], h.strides[1]),
-        out_strides=(m.strides[4], h.strides[4]),
+        table_strides=(context.stride("t", 3), context.stride("r", 3)),
+        position_stride=m.strides[2],
+        x_strides=(m.strides[1], h.strides[1], context.stride("r", 1)),
+        out_strides=(m.strides[4], h.strides[4], d.strides[4]),
     )
 
 
 def _kv_append_classes(op: Op) -> dict[str, str]:
-    if len(op.reads) > 2:
-        raise unfit(op, "no instruction takes rows of several sequences")
-    return {"h": "h", "d": "d", "m": "m", "t": ""}
+    return {"h": "h", "d": "d", "m": "m", "t": "", "s": ""}
 
 
 def _kv_append(context: Context, part: IterationBox) -> Instruction:
-    context.require_step_one("d", (0, 2))
-    context.require_step_one("m", (1,))
     (m,), (h,), (d,) = part.dims["m"], part.dims["h"], part.dims["d"]
+    cache, several = len(context.op.reads), len(context.op.reads) == 3
+    first = context.stride("s", cache) if several else m.strides[cache]
     return opcodes.KvAppend(
         x=context.ref(part, 0),
         positions=context.ref(part, 1),
-        cache=context.ref(part, 2),
+        sequences=context.ref(part, 2) if several else None,
+        cache=context.ref(part, cache),
         rows=m.length,
         heads=h.length,
         dim=d.length,
         slots=context.op.axis("t").extent,
-        x_strides=(m.strides[0], h.strides[0]),
-        cache_strides=(m.strides[2], h.strides[2], context.geometry.stride("t", 2)),
+        num_caches=context.op.axis("s").extent if several else m.length,
+        x_strides=(m.strides[0], h.strides[0], d.strides[0]),
+        cache_strides=(first, h.strides[cache], context.stride("t", cache), d.strides[cache]),
+        vector_strides=(m.strides[1], m.strides[2] if several else 0),
     )
 
 
 def _attention_classes(op: Op) -> dict[str, str]:
-    if len(op.reads) > 4:
-        raise unfit(op, "no instruction takes rows of several sequences")
-    return {"m": "m", "h": "h", "g": "g", "e": "", "d": "", "t": ""}
+    """b, sequences of an `attend`, is walked: an instruction for each."""
+    whole = dict.fromkeys("edtsr", "")
+    return {"b": "b", "m": "m", "h": "h", "g": "g", **whole}
+
+
+def _caches_follow(context: Context) -> int:
+    """Heads that the caches of an Attention have from one row's to the next, 0 where all rows share
+    them; -1 where these do not lie as it takes them.
+    """
+    op = context.op
+    unread = len(op.reads) != 4 or not kind_of(op).reads_positions
+    ends = (("d", 0), ("d", 1), ("e", 2), ("e", len(op.reads)), ("m", 3))
+    if unread or any(context.stride(a, i) != 1 and op.axis(a).extent > 1 for a, i in ends):
+        return -1
+    d, e, t = (op.axis(name).extent for name in "det")
+    steps = [(context.stride("t", i), context.stride("h", i)) for i in (1, 2)]
+    if op.axis("h").extent == 1:
+        steps = [(row, t * row) for row, _ in steps]
+    sequences = [context.stride("m", i) for i in (1, 2)]
+    heads = sequences[0] // (t * d)
+    follow = steps == [(d, t * d), (e, t * e)] and sequences == [heads * t * d, heads * t * e]
+    return heads if follow else -1
+
+
+def _attended(op: Op) -> Mapping[str, int]:
+    """Operand that is each of ATTENDED, of those that an op has."""
+    if op.get("packed", 0):
+        return {"positions": 3} | ({"sequences": 4} if "s" in op.extents else {})
+    if not kind_of(op).reads_positions:
+        return {"bias": 3} if len(op.reads) == 4 else {}
+    return {"positions": 3} | ({"bias": 4} if len(op.reads) == 5 else {})
+
+
+def _attention_operands(context: Context, part: IterationBox) -> Sequence[ExtraOperand]:
+    if _caches_follow(context) >= 0:
+        return ()
+    (m,), (h,), (g,) = part.dims["m"], part.dims["h"], part.dims["g"]
+    found = []
+    for i, last in ((1, "d"), (2, "e")):
+        first = context.stride("s", i) if "s" in context.op.extents else m.strides[i]
+        steps = (first, h.strides[i], context.stride("t", i), context.stride(last, i))
+        found.append(context.more(part, i, steps))
+    for name, i in _attended(context.op).items():
+        steps = (m.strides[i], h.strides[i], g.strides[i], context.stride("t", i))
+        found.append(context.more(part, i, steps if name == "bias" else steps[:1]))
+    return found
 
 
 def _attention(context: Context, part: IterationBox) -> Instruction:
     op, geometry = context.op, context.geometry
-    context.require_step_one("d", (0, 1))
-    context.require_step_one("e", (2, 4))
-    context.require_step_one("m", (3,))
     d, e, t = (op.axis(name).extent for name in "det")
-    steps = [(geometry.stride("t", i), geometry.stride("h", i)) for i in (1, 2)]
-    if op.axis("h").extent == 1:
-        steps = [(row, t * row) for row, _ in steps]
-    if steps != [(d, t * d), (e, t * e)]:
-        raise unfit(op, "rows or heads of the caches are not neighbours")
-    sequences = [geometry.stride("m", i) for i in (1, 2)]
-    heads = sequences[0] // (t * d)
-    if sequences != [heads * t * d, heads * t * e]:
-        raise unfit(op, "caches of sequences lie unevenly")
     if any(axis in split.axes for split in geometry.group.splits for axis in "edt"):
         raise unfit(op, "tasks split within a head or the context")
     (m,), (h,), (g,) = part.dims["m"], part.dims["h"], part.dims["g"]
+    heads, out = _caches_follow(context), len(op.reads)
+    if heads < 0:
+        return opcodes.Attend(
+            q=context.ref(part, 0),
+            out=context.ref(part, out),
+            m=m.length,
+            h=h.length,
+            g=g.length,
+            d=d,
+            e=e,
+            t=t,
+            q_strides=(m.strides[0], h.strides[0], g.strides[0], context.stride("d", 0)),
+            out_strides=(m.strides[out], h.strides[out], g.strides[out], context.stride("e", out)),
+            others=sum(1 << ATTENDED.index(name) for name in _attended(op)),
+            num_caches=op.extents.get("s", 1),
+            scale=context.number("scale"),
+            window=int(context.number("window", 0)),
+            softcap=context.number("softcap", 0.0),
+        )
     return opcodes.Attention(
         q=context.ref(part, 0),
         k=context.ref(part, 1),
@@ -283,8 +385,6 @@ def _embedding_classes(op: Op) -> dict[str, str]:
 
 
 def _embedding(context: Context, part: IterationBox) -> Instruction:
-    context.require_step_one("d", (1, 2))
-    context.require_step_one("m", (0,))
     (m,), (d,) = part.dims["m"], part.dims["d"]
     return opcodes.Embedding(
         ids=context.ref(part, 0),
@@ -293,19 +393,34 @@ def _embedding(context: Context, part: IterationBox) -> Instruction:
         rows=m.length,
         dim=d.length,
         vocab=context.op.axis("v").extent,
-        table_stride=context.geometry.stride("v", 1),
-        out_stride=m.strides[2],
+        id_stride=m.strides[0],
+        table_strides=(context.stride("v", 1), d.strides[1]),
+        out_strides=(m.strides[2], d.strides[2]),
         axis=context.axis_number("base_axis"),
         stride=int(context.number("base_stride", 0)),
     )
 
 
-def _argmax_classes(op: Op) -> dict[str, str]:
-    return {axis.name: "" if axis.name == "v" else "m" for axis in op.axes}
+def _gather(context: Context, part: IterationBox) -> Instruction:
+    return opcodes.Gather(
+        x=context.ref(part, 0),
+        ids=context.ref(part, 1),
+        out=context.ref(part, 2),
+        extents=opcodes.quad(part.lengths("i")),
+        num=context.op.axis("v").extent,
+        stride=context.stride("v", 0),
+        x_strides=opcodes.quad(part.strides("i", 0)),
+        ids_strides=opcodes.quad(part.strides("i", 1)),
+        out_strides=opcodes.quad(part.strides("i", 2)),
+    )
+
+
+def _classes_but(rest: str, *whole: str) -> Callable[[Op], Mapping[str, str]]:
+    """Some axes whole, all others of one class."""
+    return lambda op: {axis.name: "" if axis.name in whole else rest for axis in op.axes}
 
 
 def _argmax(context: Context, part: IterationBox) -> Instruction:
-    context.require_step_one("v", (0,))
     (m,) = part.dims["m"]
     vocab = context.op.axis("v").extent
     return opcodes.Argmax(
@@ -315,6 +430,7 @@ def _argmax(context: Context, part: IterationBox) -> Instruction:
         rows=m.length,
         vocab=vocab,
         row_strides=(m.strides[0], m.strides[1], m.strides[2]),
+        step=context.stride("v", 0),
         axis=context.axis_number("base_axis"),
         stride=int(context.number("base_stride", 0)),
         extent=int(context.number("extent", vocab)),
@@ -322,32 +438,34 @@ def _argmax(context: Context, part: IterationBox) -> Instruction:
 
 
 def _top(context: Context, part: IterationBox) -> Instruction:
-    context.require_step_one("u", (0,))
-    context.require_step_one("c", (1,))
-    (m,) = part.dims["m"]
+    (m,), has_index = part.dims["m"], len(context.op.writes) == 2
     return opcodes.Top(
         x=context.ref(part, 0),
-        out=context.ref(part, 1),
+        values=context.ref(part, 1),
+        index=context.ref(part, 2) if has_index else None,
         rows=m.length,
         extent=context.op.axis("u").extent,
         num_top=context.op.axis("c").extent,
-        strides=(m.strides[0], m.strides[1]),
+        x_strides=(m.strides[0], context.stride("u", 0)),
+        value_strides=(m.strides[1], context.stride("c", 1)),
+        index_strides=(m.strides[2], context.stride("c", 2)) if has_index else (0, 0),
     )
 
 
 def _cutoff(context: Context, part: IterationBox) -> Instruction:
-    context.require_step_one("i", (1,))
-    context.require_step_one("j", (2,))
-    (m,), candidates = part.dims["m"], part.dims["v"]
-    if len(candidates) != 1 or candidates[0].strides[0] != 1:
-        raise unfit(context.op, "candidates of a row are not neighbours")
+    (m,), (candidates,) = part.dims["m"], part.dims["v"]
+    row = math.prod(axis.extent for axis in context.op.axes if axis.name not in "mij")
+    if candidates.length != row:
+        raise unfit(context.op, "candidates of a row that do not merge into one dim")
     return opcodes.Cutoff(
         x=context.ref(part, 0),
         settings=context.ref(part, 1),
         limits=context.ref(part, 2),
         rows=m.length,
-        extent=candidates[0].length,
-        strides=(m.strides[0], m.strides[1], m.strides[2]),
+        extent=candidates.length,
+        x_strides=(m.strides[0], candidates.strides[0]),
+        setting_strides=(m.strides[1], context.stride("i", 1)),
+        limit_strides=(m.strides[2], context.stride("j", 2)),
     )
 
 
@@ -356,8 +474,6 @@ def _cutoff_classes(op: Op) -> dict[str, str]:
 
 
 def _sample(context: Context, part: IterationBox) -> Instruction:
-    context.require_step_one("v", (0,))
-    context.require_step_one("j", (1,))
     (m,) = part.dims["m"]
     vocab = context.op.axis("v").extent
     return opcodes.Sample(
@@ -373,22 +489,30 @@ def _sample(context: Context, part: IterationBox) -> Instruction:
         stride=int(context.number("base_stride", 0)),
         extent=int(context.number("extent", vocab)),
         strides=opcodes.six(m.strides),
+        steps=(context.stride("v", 0), context.stride("j", 1)),
     )
 
 
+_NORM = LoweringRule({"m": 1, "d": 1}, _norm_classes, _norm)
+_SCAN = LoweringRule({"m": 1, "d": 1}, _norm_classes, _scan)
+_ATTENTION = LoweringRule(
+    {"b": 0, "m": 1, "h": 1, "g": 1}, _attention_classes, _attention, _attention_operands
+)
+_TOP = LoweringRule({"m": 1}, _classes_but("m", "u", "c"), _top)
+
 COMPUTE_RULES: Mapping[str, LoweringRule] = {
-    "linear": LoweringRule({"b": 0, "m": 1, "n": 1, "k": 1}, _linear_classes, _linear),
-    "pointwise": LoweringRule({"i": 2}, all_axes, _pointwise),
+    "linear": LoweringRule({"b": 0, "m": 1, "n": 1, "k": 3}, _linear_classes, _linear),
+    "pointwise": LoweringRule({"i": 2}, all_axes, _pointwise, _pointwise_operands),
     "reduce": LoweringRule({"i": 2, "r": 1}, _reduce_classes, _reduce),
-    "rms_norm": LoweringRule({"m": 1, "d": 1}, _norm_classes, _norm),
-    "layer_norm": LoweringRule({"m": 1, "d": 1}, _norm_classes, _norm),
-    "softmax": LoweringRule({"m": 1, "d": 1}, _norm_classes, _norm),
+    **dict.fromkeys(("rms_norm", "layer_norm", "softmax"), _NORM),
+    **dict.fromkeys(SCANS, _SCAN),
     "rope": LoweringRule({"m": 1, "h": 1, "d": 1}, _rope_classes, _rope),
     "kv_append": LoweringRule({"m": 1, "h": 1, "d": 1}, _kv_append_classes, _kv_append),
-    "attention": LoweringRule({"m": 1, "h": 1, "g": 1}, _attention_classes, _attention),
+    **dict.fromkeys(("attention", "biased_attention", "attend"), _ATTENTION),
     "embedding": LoweringRule({"m": 1, "d": 1}, _embedding_classes, _embedding),
-    "argmax": LoweringRule({"m": 1}, _argmax_classes, _argmax),
-    "top": LoweringRule({"m": 1}, lambda op: {"m": "m", "s": "m", "u": "", "c": ""}, _top),
+    "gather": LoweringRule({"i": 4}, _classes_but("i", "v"), _gather),
+    "argmax": LoweringRule({"m": 1}, _classes_but("m", "v"), _argmax),
+    **dict.fromkeys(("top", "topk"), _TOP),
     "cutoff": LoweringRule({"m": 1, "v": 1}, _cutoff_classes, _cutoff),
     "sample": LoweringRule({"m": 1}, lambda op: {"m": "m", "v": "", "j": ""}, _sample),
 }

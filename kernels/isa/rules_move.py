@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from distmega.kernels.isa import opcodes
 from distmega.kernels.isa.opcodes import Instruction
 from distmega.kernels.isa.rules import Context, LoweringRule
+from distmega.kernels.tasks.expand import PART
 from distmega.kernels.tasks.geometry import IterationBox, both, inside
+from distmega.program.kinds import kind_of
 from distmega.program.types import Op
 
 
@@ -70,7 +72,7 @@ def _slot_classes(op: Op) -> dict[str, str]:
     """Every axis in one class, but for the slots of receive buffers, which instructions walk
     themselves.
     """
-    buffers = op.writes if op.kind == "push" else op.reads
+    buffers = op.writes if kind_of(op).writes_peers else op.reads
     (slot,) = buffers[0].dims[0].axes
     return {axis.name: "" if axis.name == slot else "i" for axis in op.axes}
 
@@ -84,6 +86,30 @@ def _push(context: Context, part: IterationBox) -> Instruction:
         recv_strides=opcodes.quad(part.strides("i", 1)),
         slot_stride=context.operands[1].strides[0],
         axis=context.axis_number("mesh_axis"),
+    )
+
+
+def _push_parts_classes(op: Op) -> dict[str, str]:
+    """As of a push; s, the dim of which each rank gets its part."""
+    (joined,) = (index.axes for index in op.reads[0].dims if PART in index.axes)
+    return _slot_classes(op) | {name: "" if name == PART else "s" for name in joined}
+
+
+def _push_parts(context: Context, part: IterationBox) -> Instruction:
+    dims = context.op.reads[0].dims
+    (dim,) = (d for d, index in enumerate(dims) if PART in index.axes)
+    (inner,) = (name for name in dims[dim].axes if name != PART)
+    (shard,) = part.dims["s"]
+    return opcodes.PushParts(
+        x=context.ref(part, 0),
+        recv=context.ref(part, 1),
+        extents=opcodes.quad((shard.length, *part.lengths("i"))),
+        x_strides=opcodes.quad((shard.strides[0], *part.strides("i", 0))),
+        recv_strides=opcodes.quad((shard.strides[1], *part.strides("i", 1))),
+        slot_stride=context.operands[1].strides[0],
+        axis=context.axis_number("mesh_axis"),
+        shard=context.op.axis(inner).extent,
+        bound=context.operands[0].shape[dim] - shard.start,
     )
 
 
@@ -121,6 +147,7 @@ COPY_DIMS = {"i": 6}
 MOVE_RULES: Mapping[str, LoweringRule] = {
     "take_shard": LoweringRule({"s": 1, "i": 3}, _take_shard_classes, _take_shard),
     "push": LoweringRule({"i": 4}, _slot_classes, _push),
+    "push_parts": LoweringRule({"s": 1, "i": 3}, _push_parts_classes, _push_parts),
     "sum_ranks": LoweringRule({"i": 4}, _slot_classes, _sum_ranks),
     "argmax_ranks": LoweringRule({"i": 1}, _slot_classes, _argmax_ranks),
 }

@@ -1,17 +1,21 @@
 """Collectives inside a segment, restated as ops of the task level.
 
-In: a segment with all_reduce and all_gather ops. Out: a segment in which each became a `push`,
-which copies tiles into a receive buffer of every rank, and an op that reads the buffer:
+In: a segment with collectives. Out: a segment in which each became a `push`, which copies tiles
+into a receive buffer of every rank, or a `push_parts`, which gives each rank its part of a dim, and
+an op that reads the buffer:
 
     all_reduce sum, max, min  push x; then sum_ranks: y = combine of recv[s], s in rank order
     all_reduce argmax         push value, push index; then argmax_ranks: the largest value's pair
     all_gather                push x; then concat: y(.., s.n, ..) = recv(s, .., n, ..), cut to fit
+    reduce_scatter            push_parts x; then sum_ranks
+    all_to_all                push_parts x; then concat, cut to fit
 
-A receive buffer `<y>.recv` has one slot a rank: shape [ranks, *x.shape]. The instance of a push on
-rank s writes slot s of every rank, itself included; as a rank's own buffer sees it, the instances
-on all ranks together write all slots. So the access map says recv(src, i...), with `src` run whole,
-and overlap gives the consumer its event: complete when the tile's push has signalled from every
-rank. After this the segment is tiled; next on the walk: tile.py.
+A receive buffer `<y>.recv` has one slot a rank: shape [ranks, *x.shape], or of x's part. The
+instance of a push on rank s writes slot s of every rank, itself included; as a rank's own buffer
+sees it, the instances on all ranks together write all slots. So the access map says recv(src,
+i...), with `src` run whole, and overlap gives the consumer its event: complete when the tile's push
+has signalled from every rank. A task of push_parts reads its tile of all ranks' parts. After this
+the segment is tiled; next on the walk: tile.py.
 
 Why one launch can't disturb another. Two facts hold for any graph: a rank starts a launch after its
 own previous launch has completed, and every push has a consumer on every rank that waits for all
@@ -41,14 +45,18 @@ from distmega.sharding.layout.mesh import DeviceMesh
 SOURCE = "src"
 """Axis of receive buffers: the rank a slot belongs to, by its place in the team."""
 
+PART = "dst"
+"""Axis of push_parts: the rank a part is for, likewise."""
+
 define(OpKind(name="push", origin="internal", writes_peers=True))
+define(OpKind(name="push_parts", origin="internal", writes_peers=True, is_clipped=True))
 
 
 def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
     """Replaces every collective by pushes and a local op. One mesh axis a segment.
 
-    Raises UnsupportedError for reduce_scatter and all_to_all, which send each rank something else,
-    and for collectives over two mesh axes: the host IR does these.
+    Raises UnsupportedError for collectives over two mesh axes, and for those without a dim to share
+    out or gather: the host IR does these.
     """
     tensors = list(segment.tensors)
     shapes = segment.tensor_map()
@@ -69,9 +77,10 @@ def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
                 expected="one mesh axis in a kernel",
                 remedy="split the segment where the axis changes",
             )
-        received = [_recv(op, access, shapes) for access in op.reads]
+        pairs = [_pushed(op, access, shapes) for access in op.reads]
+        received = [recv for _, recv in pairs]
         tensors += received
-        ops += _pushes(op, received, shapes)
+        ops += [push for push, _ in pairs]
         ops.append(_combine(op, received))
     expanded = replace(segment, tensors=tuple(tensors), ops=tuple(ops))
     return verify_program(expanded)
@@ -89,10 +98,10 @@ def team_size(segment: Program, mesh: DeviceMesh) -> int:
 
 
 def _mesh_axis(op: Op, mesh: DeviceMesh) -> str:
-    if not kind_of(op).reaches_all:
+    if not kind_of(op).reaches_all and _shared_dim(op) is None:
         raise UnsupportedError(
             f"op {op.name!r} of kind {op.kind} is not in kernel",
-            expected="all_reduce or all_gather",
+            expected="one operand with a dim that is shared out over ranks",
             remedy="split the segment there, and leave it to the host IR",
         )
     axis = str(op.attr("mesh_axis"))
@@ -105,38 +114,52 @@ def _mesh_axis(op: Op, mesh: DeviceMesh) -> str:
     return axis
 
 
-def _recv(op: Op, read: Access, shapes: dict[str, Tensor]) -> Tensor:
-    """The receive buffer of one operand; named after the result of the same place."""
-    x = shapes[read.tensor]
-    y = op.writes[op.reads.index(read)].tensor
-    num_ranks = op.attr("num_ranks")
+def _shared_dim(op: Op) -> int | None:
+    """The dim of its operand of which each rank gets a part; None where there is none."""
+    if len(op.reads) != 1:
+        return None
+    joined = (dim for dim, index in enumerate(op.reads[0].dims) if len(index.axes) == 2)
+    return next(joined, None)
+
+
+def _part(read: Access) -> Access:
+    """What one rank gets of an operand: the dim that is shared out by the axis within a part."""
+    dims = (Index(axes=index.axes[-1:]) for index in read.dims)
+    return Access(tensor=read.tensor, dims=tuple(dims))
+
+
+def _pushed(op: Op, read: Access, shapes: dict[str, Tensor]) -> tuple[Op, Tensor]:
+    """What sends one operand, and its receive buffer, named after the result of the same place."""
+    x, num_ranks = shapes[read.tensor], op.attr("num_ranks")
     assert isinstance(num_ranks, int)
-    shape = (num_ranks, *x.shape)
-    return Tensor(name=f"{y}{PEER_SUFFIX}", shape=shape, dtype=x.dtype, role="state")
-
-
-def _pushes(op: Op, received: list[Tensor], shapes: dict[str, Tensor]) -> Iterator[Op]:
-    for read, recv in zip(op.reads, received, strict=True):
-        x = shapes[read.tensor]
-        names = [f"i{dim}" for dim in range(len(x.shape))]
-        axes = [Axis(name=n, extent=e) for n, e in zip(names, x.shape, strict=True)]
-        source = Axis(name=SOURCE, extent=recv.shape[0], role="scatter", lookup=True)
-        yield Op(
-            name=recv.name.removesuffix(PEER_SUFFIX) + ".push",
-            kind="push",
-            axes=(*axes, source),
-            reads=(_plain(x.name, *names),),
-            writes=(_plain(recv.name, SOURCE, *names),),
-            attrs=_kept(op, "mesh_axis", "num_ranks"),
-        )
+    shared = None if kind_of(op).reaches_all else _shared_dim(op)
+    extents = list(x.shape)
+    names = [f"i{dim}" for dim in range(len(extents))]
+    dims, axes = [Index(axes=(name,)) for name in names], []
+    if shared is not None:
+        extents[shared] = op.axis(read.dims[shared].axes[1]).extent
+        dims[shared] = Index(axes=(PART, names[shared]))
+        axes.append(Axis(name=PART, extent=num_ranks, role="reduce"))
+    y = op.writes[op.reads.index(read)].tensor
+    shape = (num_ranks, *extents)
+    recv = Tensor(name=f"{y}{PEER_SUFFIX}", shape=shape, dtype=x.dtype, role="state")
+    axes += [Axis(name=n, extent=e) for n, e in zip(names, extents, strict=True)]
+    axes.append(Axis(name=SOURCE, extent=num_ranks, role="scatter", lookup=True))
+    push = Op(
+        name=f"{y}.push",
+        kind="push" if shared is None else "push_parts",
+        axes=tuple(axes),
+        reads=(Access(tensor=x.name, dims=tuple(dims)),),
+        writes=(_plain(recv.name, SOURCE, *names),),
+        attrs=_kept(op, "mesh_axis", "num_ranks"),
+    )
+    return push, recv
 
 
 def _combine(op: Op, received: list[Tensor]) -> Op:
-    if kind_of(op).gathers_all:
-        gathered = {name for index in op.writes[0].dims for name in index.axes}
-        gathered -= {name for index in op.reads[0].dims for name in index.axes}
-        (source,) = gathered
-        read = _slots(received[0], source, op.reads[0])
+    if not op.get("combine", ""):
+        source = op.writes[0].dims[int(str(op.attr("dim")))].axes[0]
+        read = _slots(received[0], source, _part(op.reads[0]))
         return replace(op, kind="concat", reads=(read,), attrs=_kept(op, "dim"))
     combine = str(op.attr("combine"))
     kind = "argmax_ranks" if combine == "argmax" else "sum_ranks"
@@ -145,8 +168,8 @@ def _combine(op: Op, received: list[Tensor]) -> Op:
     return replace(
         op,
         kind=kind,
-        axes=(*op.axes, source_axis),
-        reads=tuple(_slots(recv, SOURCE, read) for recv, read in pairs),
+        axes=(*(axis for axis in op.axes if axis.role == "parallel"), source_axis),
+        reads=tuple(_slots(recv, SOURCE, _part(read)) for recv, read in pairs),
         attrs=_kept(op, "combine", "mesh_axis", "num_ranks"),
     )
 

@@ -31,7 +31,8 @@ ROLES: tuple[Role, ...] = ("input", "weight", "state", "temp")
 
 _WHOLE_HEADS = {
     "rms_norm": ("d",), "layer_norm": ("d",), "softmax": ("d",), "rope": ("d",),
-    "kv_append": ("d",), "attention": ("g", "e"),
+    "kv_append": ("d",), "cumsum": ("d",), "cumprod": ("d",),
+    **dict.fromkeys(("attention", "biased_attention", "attend"), ("g", "e")),
 }  # fmt: skip
 """Kind -> parallel axes that stay whole, since cutting them repeats work of the other tile."""
 

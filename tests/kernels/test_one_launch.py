@@ -300,10 +300,59 @@ def other_types(m: Maker) -> Made:
     return [mask, chosen, whole], in_torch
 
 
+def self_attention(m: Maker) -> Made:
+    """Of rows that see each other, causally and all, without a cache."""
+    p, rows, heads, dim = m.p, 7, 4, 16
+    x = p.input("x", (rows, 64))
+    made = []
+    for name in "qkv":
+        m.marks[name] = shard(0, "tp")
+        y = p.linear(x, p.weight(name, (heads, dim, 64)), spec="m k, h d k -> m h d")
+        made.append(p.reshape(p.transpose(y, (1, 0, 2), view=True), (1, heads, rows, dim)))
+    mask = p.input("mask", (1, 1, rows, rows), "bool")
+    outs = [p.attend(*made, seen, dim**-0.5) for seen in (mask, None)]
+
+    def in_torch(t: Tensors) -> Sequence[Tensor]:
+        q, k, v = (torch.einsum("mk,hdk->hmd", t["x"], t[name])[None] for name in "qkv")
+        return [F.scaled_dot_product_attention(q, k, v, mask) for mask in (t["mask"], None)]
+
+    return outs, in_torch
+
+
+def parts_of_sums(m: Maker) -> Made:
+    """A sum over ranks of which each keeps its part, then the other dim of it."""
+    x = m.p.input("x", (10, 24))
+    y = m.p.linear(x, m.p.weight("w", (13, 24)), name="y")
+    m.marks |= {"x": shard(1, "tp"), "w": shard(1, "tp"), "y": shard(1, "tp")}
+    m.marks["z"] = shard(0, "tp")
+    z = m.p.softmax(m.p.pointwise("a0 * 2.0", y, name="z"))
+    return [z], lambda t: [(2 * t["x"] @ t["w"].T).softmax(-1)]
+
+
+def chosen_elements(m: Maker) -> Made:
+    """The largest of rows, elements picked by number, sums so far, and eight operands at once."""
+    p = m.p
+    x, ids = p.input("x", (9, 30)), p.input("ids", (9, 12), "i64")
+    m.marks["x"] = shard(0, "tp")
+    values, where = p.topk(x, 5)
+    picked = p.gather(x, ids, 1)
+    parts = [p.slice(x, 1, n, n + 12) for n in range(7)]
+    mixed = p.pointwise(" + ".join(f"a{n} * a7" for n in range(7)), *parts, picked)
+
+    def in_torch(t: Tensors) -> Sequence[Tensor]:
+        values, where = t["x"].topk(5)
+        picked = t["x"].gather(1, t["ids"])
+        mixed = sum(t["x"][:, n : n + 12] * picked for n in range(7))
+        return [values, where, picked, mixed, t["x"].cumsum(-1)]
+
+    return [values, where, picked, mixed, p.cumsum(x)], in_torch
+
+
 PROGRAMS: Sequence[Callable[[Maker], Made]] = (
     readme_mlp, tanh_gate, turned_gate, hidden_of_160, odd_sizes, ungated, layer_norms, parallel,
     post_norms, heads_of_96, prompt_of_4, prompt_of_64, three_linears, batched_linear, classifier,
-    hidden_state_too, windows_of_rows, capped_scores, other_types,
+    hidden_state_too, windows_of_rows, capped_scores, other_types, self_attention, parts_of_sums,
+    chosen_elements,
 )  # fmt: skip
 
 
@@ -313,7 +362,11 @@ def random_values(program: Program) -> dict[str, Tensor]:
     for tensor in program.tensors:
         if tensor.role == "temp":
             continue
-        if tensor.dtype == "i64":
+        if tensor.name == "ids" and tensor.num_elements > 1:
+            values[tensor.name] = torch.randint(0, 30, tensor.shape)
+        elif tensor.dtype == "bool":
+            values[tensor.name] = torch.ones(tensor.shape, dtype=torch.bool).tril()
+        elif tensor.dtype == "i64":
             values[tensor.name] = torch.arange(FIRST, FIRST + tensor.num_elements)
         else:
             scale = tensor.shape[-1] ** -0.5 if tensor.role == "weight" else 1.0

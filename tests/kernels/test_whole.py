@@ -161,9 +161,11 @@ def test_a_program_that_is_not_planned_is_refused():
 
 
 def test_what_no_kernel_does_is_named():
-    p = ProgramBuilder("sums")
-    program = p.build(p.cumsum(p.input("x", (2, 8)), name="sums"))
-    found = r"op 'sums' of kind cumsum: .*\(m0 2, d 8, r 8\).*softmax"
+    p = ProgramBuilder("flips")
+    x = p.input("x", (2, 8))
+    call = '[[{"tensor": 0}, [1]], {}, [0]]'
+    program = p.build(*p.opaque("aten.flip.default", call, [x], [((2, 8), "f32")], name="turned"))
+    found = r"op 'turned' of kind opaque: .*\(r0_0 2, r0_1 8, w0_0 2, w0_1 8\).*softmax"
     with pytest.raises(UnsupportedError, match=found):
         compiled(program, megakernel=True)
     step = compiled(program, megakernel=False)

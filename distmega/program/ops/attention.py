@@ -280,24 +280,39 @@ def append_values(cache: Any, x: Any, positions: Any, sequences: Any = None) -> 
 
 
 def _attention_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
-    """Of every position of a cache, the weights of unseen ones zero."""
     scale, softcap, window = (_number(op, name) for name in ("scale", "softcap", "window"))
 
     def run(q: Any, k: Any, v: Any, positions: Any, *others: Any) -> Any:
         bias = others[0] if op.kind == "biased_attention" else None
         if bias is None and others and k.dim() == 4:
             k, v = k[others[0]], v[others[0]]
-        at, here = whole_numbers(positions, k.shape[-2]), positions.unsqueeze(1)
-        seen = (at <= here) & ((at > here - window) if window else (at >= 0))
-        scores = _capped(widen(q) @ widen(k).transpose(-1, -2) * scale, softcap)
-        if bias is not None:
-            scores = scores + widen(bias).permute(1, 2, 0)
-        weights = scores.masked_fill(~seen[:, None, None], -math.inf).softmax(-1)
-        # What lies in unseen positions may be anything, also no number.
-        values = widen(v).masked_fill(~seen[:, None, :, None], 0)
-        return (weights @ values).to(q.dtype)
+        return attention_values(q, k, v, positions, scale, window, softcap, bias)
 
     return run
+
+
+def attention_values(
+    q: Any,
+    k: Any,
+    v: Any,
+    positions: Any,
+    scale: float,
+    window: float = 0,
+    softcap: float = 0.0,
+    bias: Any = None,
+) -> Any:
+    """Of every position of a cache, the weights of unseen ones zero; operands as of attention and
+    of biased_attention.
+    """
+    at, here = whole_numbers(positions, k.shape[-2]), positions.unsqueeze(1)
+    seen = (at <= here) & ((at > here - window) if window else (at >= 0))
+    scores = _capped(widen(q) @ widen(k).transpose(-1, -2) * scale, softcap)
+    if bias is not None:
+        scores = scores + widen(bias).permute(1, 2, 0)
+    weights = scores.masked_fill(~seen[:, None, None], -math.inf).softmax(-1)
+    # What lies in unseen positions may be anything, also no number.
+    values = widen(v).masked_fill(~seen[:, None, :, None], 0)
+    return (weights @ values).to(q.dtype)
 
 
 def _capped(scores: Any, softcap: float) -> Any:

@@ -55,6 +55,13 @@ def cumprod(name: str, x: Tensor) -> Built:
     return _row_op(name, "cumprod", x, [])
 
 
+SCAN_VALUES: dict[str, Callable[[Any], Any]] = {
+    "cumsum": lambda x: x.cumsum(-1),
+    "cumprod": lambda x: x.cumprod(-1),
+}
+"""Kinds that combine the elements of a row up to each one -> how."""
+
+
 def _checked_eps(name: str, eps: float) -> float:
     if not 0 <= eps < math.inf:
         raise bad_op(name, f"eps {eps}", "a finite number of at least 0", "change eps")
@@ -136,7 +143,7 @@ define(
     OpKind(
         name="cumsum",
         flops=flops_a_result(4),
-        reference=in_fp32(lambda x, row: x.cumsum(-1)),
+        reference=in_fp32(lambda x, row: SCAN_VALUES["cumsum"](x)),
         torch_row_op="cumsum",
         build=cumsum,
     )
@@ -145,7 +152,7 @@ define(
     OpKind(
         name="cumprod",
         flops=flops_a_result(1),
-        reference=in_fp32(lambda x, row: x.cumprod(-1)),
+        reference=in_fp32(lambda x, row: SCAN_VALUES["cumprod"](x)),
         torch_row_op="cumprod",
         build=cumprod,
     )

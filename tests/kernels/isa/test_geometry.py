@@ -4,7 +4,15 @@ import pytest
 
 from distmega.errors import ProgramError
 from distmega.kernels.isa.lowering import is_encodable, lower_group
-from distmega.kernels.isa.opcodes import Copy, Instruction, Linear, Nop, Pointwise
+from distmega.kernels.isa.opcodes import (
+    Contract,
+    Copy,
+    ExtraOperand,
+    Instruction,
+    Linear,
+    Nop,
+    Pointwise,
+)
 from distmega.kernels.runtime.arena import layout_segment
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.builder import ProgramBuilder
@@ -105,9 +113,27 @@ def test_axes_of_all_operands_are_walked(spec: str, count: int):
     assert len({i.out.first for i in instructions}) == count
 
 
-@pytest.mark.parametrize("spec", ["a m b k, n k a b -> m n", "a m b, n b a -> m n"])
-def test_contractions_of_other_forms_stay_library_ops(spec):
+@pytest.mark.parametrize(
+    ("spec", "sums"),
+    [
+        ("a m b k, n k a b -> m n", (2, 3, 6)),
+        ("a m b, n b a -> m n", (1, 2, 3)),
+        ("m k, n k, m -> m n", (1, 1, 6)),
+    ],
+)
+def test_contractions_of_other_forms_take_strides_of_their_own(spec, sums):
     sizes = {name: 2 + i for i, name in enumerate("abmnk")}
+    shapes = [tuple(sizes[n] for n in part.split()) for part in spec.partition("->")[0].split(",")]
+    p = ProgramBuilder("linear")
+    program = p.build(p.linear(*map(p.input, "xwb", shapes), spec=spec))
+    ((contract,),) = lowered(program, program.ops[0])
+    assert isinstance(contract, Contract)
+    assert (contract.m, contract.n, contract.sums) == (4, 5, sums)
+
+
+@pytest.mark.parametrize("spec", ["a b c d m, n d c b a -> m n"])
+def test_contractions_of_many_sums_stay_library_ops(spec):
+    sizes = {name: 2 + i for i, name in enumerate("abcdmn")}
     shapes = [tuple(sizes[n] for n in part.split()) for part in spec.partition("->")[0].split(",")]
     p = ProgramBuilder("linear")
     x, w = (p.input(n, shape) for n, shape in zip("xw", shapes, strict=True))
@@ -117,11 +143,14 @@ def test_contractions_of_other_forms_stay_library_ops(spec):
         lowered(program, program.ops[0])
 
 
-def test_a_pointwise_op_of_many_operands_stays_a_library_op():
+def test_operands_of_a_pointwise_op_beyond_four_stand_before_it():
     p = ProgramBuilder("many")
-    xs = [p.input(f"x{i}", (4,)) for i in range(5)]
-    program = p.build(p.pointwise("a0 + a1 + a2 + a3 + a4", *xs))
-    assert not is_encodable(program.ops[0], program.tensor_map())
+    xs = [p.input(f"x{i}", (2, 1) if i == 5 else (2, 4)) for i in range(6)]
+    program = p.build(p.pointwise("a0 + a1 + a2 + a3 + a4 + a5", *xs))
+    ((*before, pointwise),) = lowered(program, program.ops[0])
+    assert isinstance(pointwise, Pointwise)
+    assert all(isinstance(one, ExtraOperand) for one in before)
+    assert [one.strides[:2] for one in before] == [(4, 1), (1, 0)]
 
 
 def test_ops_of_a_decoder_are_encodable():

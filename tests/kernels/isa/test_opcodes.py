@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.builder import ProgramBuilder
-from distmega.program.ops import sampling
+from distmega.program.ops import norms, sampling
+from distmega.program.ops.attention import biased_attention
 from distmega.program.types import Op, Program
 from tests.kernels.running import launch_all, make_ranks, random_values, tiled_kernel
 
 Array = np.ndarray
 SMALL = st.integers(1, 5)
-WHOLE = {"attention": ("e",)}
+WHOLE = dict.fromkeys(("attention", "biased_attention", "attend"), ("e",))
 """Parallel axes that tasks may not cut, by kind."""
 
 many = settings(max_examples=30, deadline=None, derandomize=True)
@@ -78,6 +79,9 @@ LINEARS = [
     ("b m k, b n k -> b m n", False),
     ("m b k, b n k, b n -> m b n", True),
     ("m b k, b n k, n -> m b n", True),
+    ("m a b, n b a -> m n", False),
+    ("m a b, n b, m n -> n m", True),
+    ("a m b k, n k a b, m -> m n", True),
 ]
 
 
@@ -92,10 +96,12 @@ def test_linear(data, spec, biased):
     x, w = p.input("x", shapes[0]), p.weight("w", shapes[1])
     bias = p.weight("bias", shapes[2]) if biased else None
     arrays, (out,) = run(data, p.build(p.linear(x, w, bias, spec=spec)))
-    product = spec.replace(" ", "") if not biased else ",".join(spec.split("->")[0].split(",")[:2])
-    product = product if "->" in product else f"{product}->{spec.split('->')[1]}"
-    expected = np.einsum(product.replace(" ", ""), arrays["x"], arrays["w"])
-    close(out, expected + arrays["bias"] if biased else expected)
+    groups, result = left.replace(" ", "").split(","), spec.replace(" ", "").split("->")[1]
+    expected = np.einsum(f"{','.join(groups[:2])}->{result}", arrays["x"], arrays["w"])
+    if biased:
+        ones = np.ones([names[n] for n in result])
+        expected = expected + np.einsum(f"{groups[2]},{result}->{result}", arrays["bias"], ones)
+    close(out, expected)
 
 
 POINTWISE: list[tuple[str, int, Callable[..., Array]]] = [
@@ -103,6 +109,7 @@ POINTWISE: list[tuple[str, int, Callable[..., Array]]] = [
     ("a0 + 0.1", 1, lambda a: a + 0.1),
     ("maximum(a0, a1) - a2 / 3.0", 3, lambda a, b, c: np.maximum(a, b) - c / 3),
     ("exp(-a0) * a1 + a2 * a3", 4, lambda a, b, c, d: np.exp(-a) * b + c * d),
+    ("a0 * a5 - a1 * a4 + a2 * a3", 6, lambda a, b, c, d, e, f: a * f - b * e + c * d),
 ]
 
 
@@ -160,11 +167,25 @@ def test_layer_norm(data):
 @given(data=st.data())
 @many
 def test_softmax(data):
+    """Of rows, whose elements may stand apart."""
     shape = data.draw(st.lists(SMALL, min_size=1, max_size=3))
     p = ProgramBuilder("softmax")
-    arrays, (out,) = run(data, p.build(p.softmax(p.input("x", shape))))
-    chances = np.exp(arrays["x"] - arrays["x"].max(-1, keepdims=True))
+    x, turned = p.input("x", shape), data.draw(st.booleans())
+    seen = p.transpose(x, range(len(shape))[::-1], view=True) if turned else x
+    arrays, (out,) = run(data, p.build(p.softmax(seen)))
+    x64 = arrays["x"].T if turned else arrays["x"]
+    chances = np.exp(x64 - x64.max(-1, keepdims=True))
     close(out, chances / chances.sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("name", ["cumsum", "cumprod"])
+@given(data=st.data())
+@many
+def test_scans(data, name):
+    shape = data.draw(st.lists(SMALL, min_size=1, max_size=3))
+    p = ProgramBuilder("scan")
+    arrays, (out,) = run(data, p.build(p.op(getattr(norms, name), p.input("x", shape))))
+    close(out, getattr(np, name)(arrays["x"], axis=-1))
 
 
 def positions_of(data: st.DataObject, num: int, context: int) -> torch.Tensor:
@@ -222,6 +243,123 @@ def test_attention(data):
         weights = np.exp(0.3 * np.einsum("hgd,htd->hgt", arrays["q"][i], keys))
         expected[i] = np.einsum("hgt,hte->hge", weights / weights.sum(-1, keepdims=True), values)
     close(out, expected)
+
+
+def weighed(scores: Array, values: Array) -> Array:
+    """Values by the softmax of scores [..., t]; zeros where all of these are -inf."""
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isfinite(top), top, 0))
+    total = weights.sum(-1, keepdims=True)
+    return weights / np.where(total, total, 1) @ values
+
+
+@given(data=st.data())
+@many
+def test_attend(data):
+    """Over keys anywhere, views of rows or not, under masks of every form."""
+    b, h, g, m, t, d, e = (data.draw(SMALL) for _ in range(7))
+    p = ProgramBuilder("attend")
+    cap = data.draw(st.sampled_from((0.0, 2.0)))
+    q, k, v = (
+        p.input("q", (b, h * g, m, d)),
+        p.input("k", (b, t, h, d)),
+        p.input("v", (b, h, t, e)),
+    )
+    keys = p.transpose(k, (0, 2, 1, 3), view=data.draw(st.booleans()))
+    form = data.draw(st.sampled_from(("none", "bool", "f32")))
+    values = {}
+    mask = None
+    if form != "none":
+        shape = [data.draw(st.sampled_from((1, extent))) for extent in (b, h * g, m, t)]
+        mask = p.input("mask", shape, form)
+        if form == "bool":
+            values["mask"] = torch.rand(shape) < 0.6
+    arrays, (out,) = run(data, p.build(p.attend(q, keys, v, mask, 0.3, cap)), values)
+    shown = arrays["k"].transpose(0, 2, 3, 1).repeat(g, 1)
+    scores = 0.3 * arrays["q"] @ shown
+    scores = cap * np.tanh(scores / cap) if cap else scores
+    if form == "f32":
+        scores = scores + arrays["mask"]
+    elif form == "bool":
+        scores = np.where(values["mask"].numpy(), scores, -np.inf)
+    close(out, weighed(scores, arrays["v"].repeat(g, 1)))
+
+
+@given(data=st.data())
+@many
+def test_attention_with_biases(data):
+    m, h, g, d, e = (data.draw(SMALL) for _ in range(5))
+    context, window = m + 3, data.draw(st.integers(0, 3))
+    p = ProgramBuilder("biased")
+    q, positions = p.input("q", (m, h, g, d)), p.input("positions", (m,), "i64")
+    k, v = p.state("k", (h, context, d)), p.state("v", (h, context, e))
+    bias = p.weight("bias", (context, h, g))
+    made = p.op(biased_attention, q, k, v, positions, bias, scale=0.3, window=window)
+    arrays, (out, *_) = run(data, p.build(made), {"positions": positions_of(data, m, context)})
+    at, here = np.arange(context), arrays["positions"][:, None]
+    seen = (at <= here) & ((at > here - window) if window else True)
+    scores = 0.3 * np.einsum("mhgd,htd->mhgt", arrays["q"], arrays["k"])
+    scores = scores + arrays["bias"].transpose(1, 2, 0)
+    scores = np.where(seen[:, None, None], scores, -np.inf)
+    close(out, weighed(scores, arrays["v"]))
+
+
+@given(data=st.data())
+@many
+def test_rows_of_several_sequences(data):
+    """Appended, then seen: each row those of its own sequence."""
+    lengths = data.draw(st.lists(SMALL, min_size=1, max_size=3))
+    h, g, d = (data.draw(SMALL) for _ in range(3))
+    m, context = sum(lengths), 6
+    p = ProgramBuilder("packed")
+    vectors = [p.input(n, (m,), "i64") for n in ("positions", "sequences")]
+    starts = p.input("starts", (len(lengths) + 1,), "i64")
+    caches = [p.state(n, (len(lengths), h, context, d)) for n in "kv"]
+    for cache, name in zip(caches, ("x", "y"), strict=True):
+        p.kv_append(cache, p.input(name, (m, h, d)), *vectors)
+    q = p.input("q", (m, h, g, d))
+    packed = (vectors[1], starts)
+    program = p.build(p.attention(q, *caches, vectors[0], 0.3, packed=packed))
+    values = {
+        "positions": torch.cat([torch.arange(n) for n in lengths]),
+        "sequences": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        "starts": torch.tensor([0, *lengths]).cumsum(0),
+    }
+    arrays, (out, *_) = run(data, program, values)
+    expected = np.zeros((m, h, g, d))
+    for first, rows in zip(values["starts"].tolist(), lengths, strict=False):
+        for row in range(first, first + rows):
+            keys, seen = (arrays[n][first : row + 1].swapaxes(0, 1) for n in ("x", "y"))
+            scores = 0.3 * np.einsum("hgd,htd->hgt", arrays["q"][row], keys)
+            expected[row] = weighed(scores, seen)
+    close(out, expected)
+
+
+@given(data=st.data())
+@many
+def test_gather(data):
+    shape = data.draw(st.lists(SMALL, min_size=1, max_size=5))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    chosen = [data.draw(SMALL) if n == dim else extent for n, extent in enumerate(shape)]
+    ids = torch.randint(0, shape[dim], chosen)
+    p = ProgramBuilder("gather")
+    program = p.build(p.gather(p.input("x", shape), p.input("ids", chosen, "i64"), dim))
+    arrays, (out,) = run(data, program, {"ids": ids})
+    close(out, np.take_along_axis(arrays["x"], arrays["ids"], dim), 0)
+
+
+@given(data=st.data())
+@many
+def test_topk(data):
+    shape = data.draw(st.lists(SMALL, min_size=1, max_size=3))
+    num = data.draw(st.integers(1, shape[-1]))
+    x = torch.stack([torch.randperm(shape[-1]) for _ in range(math.prod(shape[:-1]))])
+    p = ProgramBuilder("topk")
+    program = p.build(*p.topk(p.input("x", shape), num))
+    arrays, (values, index) = run(data, program, {"x": x.float().view(shape)})
+    order = np.argsort(-arrays["x"], axis=-1)[..., :num]
+    close(values, np.take_along_axis(arrays["x"], order, -1), 0)
+    assert (index == order).all()
 
 
 @given(data=st.data())

@@ -103,6 +103,61 @@ def test_take_shard(tp, whole):
         np.testing.assert_array_equal(rank.tensors["y"].numpy(), own)
 
 
+def shared_out(tp: int, whole: int, kind: str, **more: int | str) -> tuple[Program, int]:
+    """One op over ranks of x [2, whole] (a rank has 3 rows of 3 * tp in all_to_all), whose dim 1 is
+    shared out, and the extent of a part.
+    """
+    shard = -(-whole // tp)
+    swaps = kind == "all_to_all"
+    rows = Index(axes=("r", "i0")) if swaps else index("i0")
+    x = Tensor(name="x", shape=(3, whole), dtype="f32", role="input")
+    y = Tensor(name="y", shape=(3 * tp - 1 if swaps else 3, shard), dtype="f32")
+    rank_axis = (
+        Axis(name="r", extent=tp)
+        if swaps
+        else Axis(name="r", extent=tp, role="reduce", combine=str(more["combine"]))
+    )
+    op = Op(
+        name="y",
+        kind=kind,
+        axes=(rank_axis, Axis(name="i0", extent=3), Axis(name="i1", extent=shard)),
+        reads=(Access(tensor="x", dims=(index("i0"), index("r", "i1"))),),
+        writes=(Access(tensor="y", dims=(rows, index("i1"))),),
+        attrs=attrs(tp, **more),
+    )
+    return one_op(op, [x], [y]), shard
+
+
+@pytest.mark.parametrize("tp", TEAM)
+@pytest.mark.parametrize("whole", [12, 11, 5, 2])
+@pytest.mark.parametrize("combine", ["sum", "max"])
+def test_reduce_scatter(tp, whole, combine):
+    """Each rank gets its part of dim 1, combined; zeros past the end."""
+    program, shard = shared_out(tp, whole, "reduce_scatter", dim=1, extent=whole, combine=combine)
+    values = [{"x": torch.randint(-9, 9, (3, whole)).float()} for _ in range(tp)]
+    total = getattr(np, combine)(np.stack([v["x"].numpy() for v in values]), axis=0)
+    padded = np.pad(total, ((0, 0), (0, shard * tp - whole)))
+    for seed in range(3):
+        for place, rank in enumerate(run_team(program, tp, values, seed)):
+            own = padded[:, place * shard : (place + 1) * shard]
+            np.testing.assert_array_equal(rank.tensors["y"].numpy(), own)
+
+
+@pytest.mark.parametrize("tp", TEAM)
+@pytest.mark.parametrize("whole", [12, 11, 5, 2])
+def test_all_to_all(tp, whole):
+    """From rows of each rank to columns; the last rank's last row is padding."""
+    more = {"dim": 0, "extent": 3 * tp - 1, "dst_dim": 1, "dst_extent": whole}
+    program, shard = shared_out(tp, whole, "all_to_all", **more)
+    values = [{"x": torch.randn(3, whole)} for _ in range(tp)]
+    rows = np.concatenate([v["x"].numpy() for v in values])[:-1]
+    padded = np.pad(rows, ((0, 0), (0, shard * tp - whole)))
+    for seed in range(3):
+        for place, rank in enumerate(run_team(program, tp, values, seed)):
+            own = padded[:, place * shard : (place + 1) * shard]
+            np.testing.assert_array_equal(rank.tensors["y"].numpy(), own)
+
+
 def sharded(program: Program, **more: int | str) -> Program:
     """The one op gets the attributes that localize gives where its index space is per rank."""
     (op,) = program.ops
