@@ -25,6 +25,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import stream
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
+from tests.forked import forking
 from tests.hostir.programs import (
     RING,
     STREAMED,
@@ -40,7 +41,9 @@ from tests.hostir.streams import SPLIT_SUM, gathered, lowered, row_parallel, sma
 
 def spawn(function: str, num_ranks: int, folder: Path) -> None:
     """Runs a function of this module in `num_ranks` processes; raises what one of them raised."""
-    mp.spawn(_enter, (function, num_ranks, str(folder / "store")), nprocs=num_ranks)
+    forking()
+    arguments = (function, num_ranks, str(folder / "store"))
+    mp.start_processes(_enter, arguments, nprocs=num_ranks, start_method="forkserver")
 
 
 def _enter(rank: int, function: str, num_ranks: int, store: str) -> None:

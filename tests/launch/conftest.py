@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.forked import forked_ranks, forking
 from tests.leftovers import shared_names
 
 GONE_S = 10.0
@@ -20,8 +21,12 @@ QUICK_TO_NOTICE = {
 
 
 def children() -> set[int]:
-    """Processes that this one started; what they started is ended with them, or is Ray's own."""
-    return {child.pid for child in psutil.Process().children()}
+    """Processes that this one started or had forked; what they started is ended with them, or is
+    Ray's own.
+    """
+    _, server = forking()
+    parents = (psutil.Process(), psutil.Process(server))
+    return {child.pid for parent in parents for child in parent.children()}
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = GONE_S) -> bool:
@@ -47,6 +52,13 @@ def _nothing_left_behind() -> Iterator[None]:
     yield
     assert wait_until(lambda: children() <= children_before), "a process is left"
     assert wait_until(lambda: shared_names() <= memory_before), "shared memory is left"
+
+
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """Ranks are forked where a test is of what they do, not of how they start."""
+    with forked_ranks():
+        yield
 
 
 @pytest.fixture(scope="session")

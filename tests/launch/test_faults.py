@@ -13,6 +13,8 @@ from distmega.launch.contract import Emitted, Event, LauncherOptions, Result
 from distmega.launch.launchers import launch
 from tests.launch.faults import DELAY_S, Fault
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 LIMIT_S = 60.0
 """Start of the ranks included; a wait on its own ends after two seconds."""
 

@@ -21,6 +21,7 @@ KILL_LIMIT_S = 40.0
 """Of the 60 seconds after which peers give a rank up."""
 
 
+FORKED = pytest.mark.usefixtures("forked")
 MORE_TARGETS = ("tests.launch.targets:missing", "targets")
 
 
@@ -30,7 +31,11 @@ def start(target: str, payload: object, *, num_ranks: int = 2, **options) -> lis
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.nightly), 4])
-def test_values_come_in_order_and_the_result_last(num_ranks: int, monkeypatch: pytest.MonkeyPatch):
+def test_values_come_in_order_and_the_result_last(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    if num_ranks == 4:
+        request.getfixturevalue("forked")
     monkeypatch.delenv("DISTMEGA_THREADS", raising=False)
     *values, result = start("sum_ranks", 3, num_ranks=num_ranks)
     assert values == [Emitted(value=step) for step in range(3)]
@@ -59,7 +64,11 @@ def test_values_come_in_order_and_the_result_last(num_ranks: int, monkeypatch: p
     ("payload", "how"),
     [(signal.SIGKILL, "was killed by SIGKILL (signal 9)"), (None, "exited with code 7")],
 )
-def test_a_rank_that_dies_is_named_and_ends_the_others_at_once(payload, how: str):
+def test_a_rank_that_dies_is_named_and_ends_the_others_at_once(
+    payload, how: str, request: pytest.FixtureRequest
+):
+    if payload is None:
+        request.getfixturevalue("forked")
     options = LauncherOptions(num_ranks=3, device="cpu")
     events = launch("tests.launch.targets:kill_last", payload, options)
     survivor = next(events).value
@@ -71,6 +80,7 @@ def test_a_rank_that_dies_is_named_and_ends_the_others_at_once(payload, how: str
     assert time.monotonic() - died < KILL_LIMIT_S
 
 
+@FORKED
 def test_an_error_of_ours_comes_back_as_it_was_raised():
     with pytest.raises(RequestError) as refusal:
         start("refuse", "bad")
@@ -78,21 +88,25 @@ def test_an_error_of_ours_comes_back_as_it_was_raised():
     assert "rank 1 of 2:\nTraceback" in refusal.value.__notes__[0]
 
 
+@FORKED
 def test_any_other_error_becomes_a_rank_failure_that_names_the_rank():
     with pytest.raises(RankFailure, match=r"rank 1 of 2 raised KeyError: 'x'; .* DISTMEGA_LOG"):
         start("stumble", "x")
 
 
+@FORKED
 def test_a_rank_that_raises_in_set_up_is_named():
     with pytest.raises(RankFailure, match="rank 0 of 1 raised OSError: trapped"):
         start("sum_ranks", Trap(0.0), num_ranks=1)
 
 
+@FORKED
 def test_ranks_that_hang_in_set_up_are_named():
     with pytest.raises(RankFailure, match=r"no news for 5 s from rank 0 \(starting, at "):
         start("sum_ranks", Trap(300.0), num_ranks=1, start_timeout_s=5)
 
 
+@FORKED
 def test_ranks_that_hang_are_named_with_their_place():
     with pytest.raises(RankFailure) as failure:
         start("hang", None, timeout_s=2)
@@ -101,11 +115,13 @@ def test_ranks_that_hang_are_named_with_their_place():
     assert "rank 1 (running, at hang (targets.py:" in message
 
 
+@FORKED
 def test_a_frozen_rank_is_told_from_one_that_answers():
     with pytest.raises(RankFailure, match=r"rank 1 \(running, at an unknown place: it does not"):
         start("kill_last", signal.SIGSTOP, timeout_s=2)
 
 
+@FORKED
 def test_a_result_that_cannot_be_pickled_is_the_ranks_failure():
     with pytest.raises(RankFailure, match=r"rank 0 of 1 raised .*pickle"):
         start("return_function", None, num_ranks=1)
@@ -120,6 +136,7 @@ def test_a_target_that_cannot_be_imported_is_refused(target: str):
         list(launch(target, None, LauncherOptions(device="cpu")))
 
 
+@FORKED
 def test_closing_the_iterator_ends_the_ranks():
     events = launch("tests.launch.targets:hang", None, LauncherOptions(num_ranks=2, device="cpu"))
     pid = next(events).value
@@ -128,6 +145,7 @@ def test_closing_the_iterator_ends_the_ranks():
     assert is_gone(pid)
 
 
+@FORKED
 def test_a_restart_repeats_the_job_but_no_value(tmp_path: Path):
     events = start("kill_last_once", tmp_path / "died", max_restarts=1)
     events.remove(Emitted(value=Begun()))  # of the second run alone

@@ -2,7 +2,6 @@
 behind.
 """
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from distmega.kernels.runtime.memory import allocate_arena
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
+from tests.forked import forking
 from tests.kernels.programs import with_collectives
 from tests.kernels.running import make_ranks
 from tests.leftovers import shared_names
@@ -144,7 +144,7 @@ def die(rank: int, pipes: Pipes, result: Connection) -> None:
 
 def spawn(target: Callable[..., None]) -> list[str]:
     """Runs two ranks; what each of them reports."""
-    context = multiprocessing.get_context("spawn")
+    context, _ = forking()
     ends = context.Pipe()
     results = [context.Pipe(duplex=False) for _ in range(2)]
     args = [(rank, [ends[rank]], results[rank][1]) for rank in range(2)]

@@ -18,6 +18,7 @@ from distmega.kernels.pipelined.families import LaunchFamily
 from distmega.kernels.pipelined.norms import norms
 from distmega.kernels.pipelined.pointwise import pointwise
 from distmega.kernels.pipelined.pointwise.exprs import formula_of
+from tests.forked import forking
 from tests.kernels.offline import offline
 from tests.kernels.ptx import loads, stores
 from tests.kernels.sm90 import Machine
@@ -114,7 +115,7 @@ def _measure_and_report(rank: int, folder: Path, answers: multiprocessing.Queue)
 
 
 def test_ranks_take_over_what_rank_0_measured(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context, _ = forking()
     answers = context.Queue()
     ranks = [
         context.Process(target=_measure_and_report, args=(n, tmp_path, answers)) for n in (0, 1)

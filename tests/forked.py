@@ -1,0 +1,113 @@
+"""Processes that begin with torch and our packages loaded, which takes a fresh one seconds: they
+are forked by a server that has loaded them.
+
+`forked_ranks` lets local launchers start their ranks so; tests/launch/test_local.py and the
+commands of tests/e2e start them as users do.
+"""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import chdir, contextmanager
+from functools import cache
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+
+import pytest
+
+from distmega.launch import local, local_rank
+from distmega.launch.contract import rank_environment
+from tests.repo.source import ROOT
+
+LOADED = (
+    "distmega.launch.local_rank",
+    "tests.e2e.targets",
+    "tests.e2e.unsound",
+    "tests.hostir.ranks",
+    "tests.launch.faults",
+    "tests.launch.targets",
+)
+
+
+@cache
+def forking() -> tuple[ForkServerContext, int]:
+    """The server's context and its process, which ends with this one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(LOADED))
+    mine, theirs = Pipe()
+    with chdir(ROOT), mine, theirs:  # where the server finds `tests`
+        process = context.Process(target=_tell_parent, args=(theirs,))
+        process.start()
+        parent: int = mine.recv()
+        process.join()
+    return context, parent
+
+
+def _tell_parent(connection: Connection) -> None:
+    connection.send(os.getppid())
+
+
+class _Rank:
+    """What a launcher asks of a subprocess.Popen."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        assert process.pid is not None, "it has started"
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return self._process.exitcode
+
+
+def _start_rank() -> local._Rank:
+    """See local._start_process."""
+    ours, theirs = Pipe()
+    begun, begins = Pipe(duplex=False)
+    stderr = Connection(os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2), readable=False)
+    with theirs, stderr, begun:
+        with begins:
+            environment = os.environ | rank_environment(dict(os.environ))
+            process = forking()[0].Process(
+                target=_be_rank,
+                args=(theirs, stderr, begins, os.getcwd(), environment),
+                daemon=True,
+            )
+            process.start()
+        begun.poll(None)  # it has a session of its own, by which it may be killed
+    return local._Rank(process=_Rank(process), connection=ours)  # type: ignore[arg-type]
+
+
+def _be_rank(
+    ours: Connection,
+    stderr: Connection,
+    begins: Connection,
+    folder: str,
+    environment: Mapping[str, str],
+) -> None:
+    os.setsid()
+    begins.close()
+    for output in (1, 2):
+        os.dup2(stderr.fileno(), output)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[1:] = [str(os.dup(ours.fileno()))]
+    ours.close()
+    local_rank.main()
+
+
+@contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Local launchers fork their ranks."""
+    forking()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "_start_process", _start_rank)
+        yield
