@@ -8,9 +8,9 @@ same on both sides; cached keys are the same in all elements of a head, since ca
 keep these in another order. The peer is the model of transformers under max-autotune, its calls in
 a CUDA graph. Where the shape is one of our presets too, the program of the built-in decoder is a
 peer. The floor is the bytes of all weights but the embedding and of the caches over the rate of a
-device copy. Cases are set up at the same time, a process each, since torch compiles for a minute;
-torch times the kernels that it chooses from under a lock, and once all cases are ready, or
---longest seconds have passed, one after the other is measured alone. Writes
+device copy. Cases are set up at the same time, a process each, since torch compiles for minutes;
+each says how long its parts took. Torch times the kernels that it chooses from under a lock. Once
+all cases are ready, or --longest seconds have passed, one after the other is measured alone. Writes
 bench/results/captured-<device>.json.
 """
 
@@ -49,6 +49,7 @@ from bench.cases import read_case
 from bench.programs import own_tensors, tune_alone
 from bench.records import Book, Record, add_book_options, open_book
 from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
+from distmega.collecting import gc_paused
 from distmega.compiled import CompiledProgram
 from distmega.errors import UnsupportedError
 from distmega.hostir.comm.communicator import SingleCommunicator
@@ -246,8 +247,18 @@ class Prepared:
     num_bytes: int
 
 
+@gc_paused
+def compile_peer(step: Call) -> Call:
+    """The step by torch.compile, in a graph of ours; torch makes millions of objects for it, among
+    which collections would look for cycles for a third of the time.
+    """
+    graph, _ = captured(torch.compile(step, mode="max-autotune-no-cudagraphs"))
+    return graph.replay
+
+
 def prepare(case: Case, with_peer: bool) -> Prepared:
     """Compiles a case's sides and compares their logits."""
+    start = time.monotonic()
     config = SHAPES[case.model]()
     decoder = open_decoder(config)
     program = decoder.build(1, case.context, dtype="bf16")
@@ -282,10 +293,10 @@ def prepare(case: Case, with_peer: bool) -> Prepared:
                 own.tensors[name].copy_(tensor)
         own.bind(inputs)
         runs["built-in"] = lambda: own(inputs)
+    said = f"{case.text}: ours set up in {time.monotonic() - start:.0f} s"
     if with_peer:
-        tuned = torch.compile(eager, mode="max-autotune-no-cudagraphs")
-        graph, _ = captured(tuned)
-        runs["torch.compile"] = graph.replay
+        runs["torch.compile"] = compile_peer(eager)
+    print(f"{said}, all in {time.monotonic() - start:.0f} s", flush=True)
     for run in runs.values():
         for _ in range(3):
             run()
@@ -331,7 +342,7 @@ def run_cases(
 ) -> int:
     """Sets up all cases at once, measures one after the other; how many have no record."""
     spawn = multiprocessing.get_context("spawn")
-    end = time.monotonic() + longest
+    start = time.monotonic()
     texts: dict[Connection, str] = {}
     processes: dict[Connection, BaseProcess] = {}
     ready: list[Connection] = []
@@ -348,14 +359,15 @@ def run_cases(
             theirs.close()
             texts[mine] = text
         waiting = list(texts)
-        while waiting and (left := end - time.monotonic()) > 0:
+        while waiting and (left := start + longest - time.monotonic()) > 0:
             for pipe in wait(waiting, left):
                 assert isinstance(pipe, Connection), "as given"
                 waiting.remove(pipe)
                 if said := received(pipe):
                     print(f"{texts[pipe]}: {said}", flush=True)
                 else:
-                    print(f"{texts[pipe]}: ready with {left:.0f} s left", flush=True)
+                    took = time.monotonic() - start
+                    print(f"{texts[pipe]}: ready after {took:.0f} s", flush=True)
                     ready.append(pipe)
         for pipe in waiting:
             print(f"{texts[pipe]}: not ready in {longest:.0f} s", flush=True)
