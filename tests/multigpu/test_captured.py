@@ -20,7 +20,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.load import ModelSource
 
 HERE = "tests.multigpu.test_captured"
-NUM_PROMPT, NUM_GREEDY, CONTEXT = 7, 64, 160
+NUM_PROMPT, CONTEXT = 7, 160
 MOST_ERROR = 1.5
 """Times the error of transformers in bf16."""
 WIDE = ("gpt2", "phi-2", "gemma2-2b", "olmo2-1b", "granite-2b")
@@ -94,7 +94,9 @@ def open_random(name: str, device: str) -> tuple[ModelSource, nn.Module]:
 
 
 def greedy(engine: Engine, ids: list[int]) -> list[int]:
-    return list(itertools.islice(engine.generate(ids, ignore_eos=True), NUM_GREEDY))
+    """64 tokens; of the interpreter, which takes a second for some, fewer."""
+    num = 64 if engine.device.type == "cuda" else 12
+    return list(itertools.islice(engine.generate(ids, ignore_eos=True), num))
 
 
 def decode_as_one_rank(comm: Communicator, name: str) -> None:
@@ -138,15 +140,15 @@ def compare(comm: Communicator, name: str, device: str) -> None:
     rounded = worst(plain, exact)
     errors = {who: worst(found, exact) for who, found in rows.items()}
     doubt = 2 * max(float((found - exact).abs().max()) for found in (*rows.values(), plain))
-    same = first_difference(tokens["one rank"], tokens["all ranks"])
+    num, same = len(given[0]) - NUM_PROMPT + 1, first_difference(*tokens.values())
     if comm.rank == 0:
         print(
-            f"{name}: {same} of {NUM_GREEDY} tokens as one rank, errors {errors}, "
+            f"{name}: {same} of {num} tokens as one rank, errors {errors}, "
             f"transformers in this type {rounded:.1e}",
             flush=True,
         )
     assert max(errors.values()) <= max(MOST_ERROR * rounded, 1e-5)
-    assert same == NUM_GREEDY or margin(exact, tokens, same) < doubt, same
+    assert same == num or margin(exact, tokens, same) < doubt, same
     chosen = torch.tensor(tokens["one rank"][1:])
     behind = exact.max(-1).values - exact.gather(1, chosen[:, None])[:, 0]
     assert float(behind.max()) <= doubt
