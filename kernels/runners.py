@@ -5,7 +5,9 @@ which the ranks of a team open together. The runner's module is loaded when it i
 the CPU path needs no triton. Next on the walk: hopper/one_row/runner.py.
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container
+from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,18 +39,17 @@ def plan_hopper(
     mode: Mode = "overlap",
     divided: Container[str] = (),
 ) -> Queues:
-    """What a kernel for Hopper GPUs is to do on this rank, that of one row or that of several;
-    UnsupportedError for a GPU or a segment that it can't do. team: the ranks that share it; nothing
-    is asked of them. mode: see build_queues; several rows have one event an op in either. divided:
-    tensors of which each rank has another part.
+    """What a kernel for Hopper GPUs is to do on this rank: that of one row, or that of several,
+    which does one row where the first can't. UnsupportedError for a GPU or a segment that they
+    can't do. team: the ranks that share it; nothing is asked of them. mode: see build_queues;
+    several rows have one event an op in either. divided: tensors of which each rank has another
+    part.
     """
     team_rank, num_ranks = (team.team_rank, team.size) if team else (0, 1)
     all_sms = require_hopper(device)
-    queues: Queues = (
-        build_batch_queues(segment, weights, states, all_sms, team_rank, divided)
-        if count_rows(segment) > 1
-        else build_queues(segment, weights, states, all_sms, team_rank, mode, divided=divided)
-    )
+    several = partial(build_batch_queues, segment, weights, states, all_sms, team_rank, divided)
+    one = partial(build_queues, segment, weights, states, all_sms, team_rank, mode, divided=divided)
+    queues: Queues = several() if count_rows(segment) > 1 else first_that_can(one, several)
     if queues.num_ranks != num_ranks:
         raise UnsupportedError(
             f"a segment of {queues.num_ranks} ranks on {num_ranks}",
@@ -56,6 +57,18 @@ def plan_hopper(
             remedy="plan and run with the same mesh",
         )
     return queues
+
+
+def first_that_can(one: Callable[[], RowQueues], several: Callable[[], BatchQueues]) -> Queues:
+    """The queues of the first kernel that does a segment; the UnsupportedError of the first where
+    neither does.
+    """
+    try:
+        return one()
+    except UnsupportedError as refused:
+        with suppress(UnsupportedError):
+            return several()
+        raise refused from None
 
 
 def require_hopper(device: torch.device) -> int:

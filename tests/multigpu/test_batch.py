@@ -131,6 +131,42 @@ def test_batches(device: str, num_ranks: int, model: str, batch: int, run_ranks)
     run_ranks(f"{HERE}:decode_as_exactly", device, num_ranks, model, batch)
 
 
+def decode_experts(comm: Communicator, way: str, batch: int) -> None:
+    """A few layers of Qwen3-30B-A3B, each rank a part of every expert or some whole: logits of one
+    rank, of which rounding chooses some experts otherwise; the same bits on all ranks and again.
+    """
+    engines = importlib.import_module("tests.gpu.engines")
+    device = str(torch.get_default_device())
+    with torch.device("cpu"):
+        source = engines.random_model("qwen3-30b-a3b", num_layers=4, vocab=32000)
+    prompts = random_ids(32000, list(itertools.islice(itertools.cycle(LENGTHS), batch)))
+    following = random_ids(32000, [NUM_DECODED] * batch)
+    rows = []
+    for one in (SingleCommunicator(DeviceMesh(tp=1)), comm):
+        options = EngineOptions(
+            max_context=1024, batch=batch, experts=way if one is comm else "auto"
+        )
+        with torch.device("cpu"):
+            engine = Engine(source, one.mesh, one, options, device=device, logits="last")
+        assert engine.stepping is not None
+        rows.append(decoded(engine, prompts, following))
+        assert torch.equal(rows[-1], decoded(engine, prompts, following))
+        engine.stepping.raise_hang()
+        del engine
+        gc.collect()
+    errors = relative_errors(rows[1], rows[0])
+    print(f"{way}, {batch} sequences: median {errors.median():.2e}, most {errors.max():.2e}")
+    assert float(errors.median()) < 2e-2
+    assert len(set(comm.all_gather_object(rows[1].cpu().numpy().tobytes()))) == 1
+
+
+@pytest.mark.parametrize("batch", [3, 8])
+@pytest.mark.parametrize("way", ["tensor", "expert"])
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+def test_batches_of_experts(device: str, num_ranks: int, way: str, batch: int, run_ranks):
+    run_ranks(f"{HERE}:decode_experts", device, num_ranks, way, batch)
+
+
 def keep_every_bit(comm: Communicator, num_steps: int) -> None:
     """The same steps again and again, of which only the last one's logits are compared."""
     team = open_engine(comm, "smollm2-135m", 3, layers=2)

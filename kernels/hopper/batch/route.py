@@ -2,10 +2,10 @@
 they weigh.
 
 In: float32 scores of all rows, behind an event. Out, in shared memory of the SM: the experts that
-some row has chosen, in the order of their numbers, each with its rows as 16 bits, and what each
-weighs in each row. Every SM finds the same, for it compares the same bits. A score that is no
-number makes every weight of its row none, so that logits show it; experts are those that there are
-all the same. Next on the walk: ../ptx/route.py.
+some row has chosen and the rank has, in the order of their numbers, each with its rows as 16 bits,
+and what each weighs in each row. Every SM finds the same, for it compares the same bits. A score
+that is no number makes every weight of its row none, so that logits show it; experts are those that
+there are all the same. Next on the walk: ../ptx/route.py.
 
 The loader opens the place of a choice once it is done with the one before, and hears by another
 mbarrier that the choice is there.
@@ -24,6 +24,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     BATCH,
     BY_EXPERT,
     EXP_CHOICE,
+    EXP_FIRST_OWN,
     EXP_NUM_CHOICES,
     EXP_SCORES,
     STATE_HITS,
@@ -148,6 +149,9 @@ def route_task(
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     column = gl.arange(0, padded(EXPERTS), layout=gl.SliceLayout(0, BY_EXPERT))
+    if not EXPERTS.has_all:
+        own = column - words[EXP_FIRST_OWN]
+        rows = gl.where((own >= 0) & (own < EXPERTS.num_own), rows, 0)
     gl.inline_asm_elementwise(
         "st.shared.b32 [$1], $2; mov.b32 $0, 0;", "=&r,r,r", [hits + 4 + 4 * column, rows],
         dtype=gl.int32, is_pure=False, pack=1,

@@ -18,7 +18,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchLinear,
 )
 from distmega.kernels.hopper.plan.experts import expert_shape
-from distmega.kernels.hopper.plan.types import ExpertShape, unfit
+from distmega.kernels.hopper.plan.types import ExpertShape, WeightMatrix, unfit
 from distmega.kernels.hopper.plan.words import UNIT_ROWS
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.tasks.fuse import Fused, FusedContraction
@@ -78,9 +78,11 @@ def find_wrong_experts(queues: BatchQueues, fused: Sequence[Fused]) -> str:
                 if slots.routing != before.routing:
                     return f"{each.name!r} takes tiles of experts that {before.routing!r} chose"
                 rows = min(each.num_units * UNIT_ROWS, each.num_rows - each.row0)
-                behind = each.weight_row + (shape.num_experts - 1) * each.num_rows + rows
-                if rows > 0 and behind > queues.matrices[each.matrix].num_rows:
-                    return f"{each.name!r} takes tiles behind those of all experts"
+                assert last is not None
+                matrix = queues.matrices[each.matrix]
+                where = _outside(each.weight_row, each.num_rows, rows, last, shape, matrix)
+                if rows > 0 and where:
+                    return f"{each.name!r} takes tiles {where} those of all experts"
     return found
 
 
@@ -91,10 +93,29 @@ def _check_rows(one: BatchExperts, shape: ExpertShape | None, queues: BatchQueue
     streams = 2 if one.flags & PAIRED else 1
     if one.num_rows != shape.width * streams or shape.width % UNIT_ROWS:
         return f"{one.name!r} has {one.num_rows} rows of an expert of {shape.width}"
-    first = max(one.weight_row, one.pair_row if streams == 2 else 0)
-    if first + shape.num_experts * shape.width > queues.matrices[one.matrix].num_rows:
-        return f"{one.name!r} takes tiles behind those of all experts"
+    for first in (one.weight_row, one.pair_row)[:streams]:
+        matrix = queues.matrices[one.matrix]
+        if where := _outside(first, shape.width, shape.width, one, shape, matrix):
+            return f"{one.name!r} takes tiles {where} those of all experts"
     return ""
+
+
+def _outside(
+    weight_row: int,
+    between: int,
+    rows: int,
+    choice: BatchExperts,
+    shape: ExpertShape,
+    matrix: WeightMatrix,
+) -> str:
+    """Where `rows` rows from weight_row on, `between` further for each expert before, leave the
+    matrix for some expert of the rank: "in front of" or "behind" it, "" if for none.
+    """
+    first = weight_row + choice.first_own * between
+    if first < 0:
+        return "in front of"
+    behind = first + (shape.num_own - 1) * between + rows
+    return "behind" if behind > matrix.num_rows else ""
 
 
 def find_wrong_share(queues: BatchQueues) -> str:
@@ -103,7 +124,7 @@ def find_wrong_share(queues: BatchQueues) -> str:
     for one in queues.queues[0]:
         if not isinstance(one, BatchExperts) or shape is None:
             continue
-        for num_hits in range(1, queues.max_hits + 1):
+        for num_hits in range(queues.max_hits + 1):
             behind = 0
             for sm in range(num_sms):
                 share = share_of_hits(one, shape, num_hits, sm, num_sms)

@@ -42,8 +42,10 @@ def add_contraction(draft: BatchDraft, now: int, op: FusedContraction) -> None:
     if draft.published(op.outs[0])[1] and len(op.outs) > 1:
         raise unfit(f"{op.name!r}, which attention reads, among others")
     common, starts = position_product(draft, now, op)
+    behind = 0
     if op.experts:
         common["flags"] |= EXPERT_COLUMNS
+        behind = first_own(draft) * rows
     if draft.is_ranked(op):
         add_head(draft, op, starts[0], common)
         return
@@ -63,7 +65,7 @@ def add_contraction(draft: BatchDraft, now: int, op: FusedContraction) -> None:
                 row0=first * UNIT_ROWS,
                 num_units=last - first,
                 num_rows=rows,
-                weight_row=starts[0] + first // streams * UNIT_ROWS,
+                weight_row=starts[0] - behind + first // streams * UNIT_ROWS,
                 pair_row=starts[1] + first // 2 * UNIT_ROWS if streams == 2 else 0,
                 **common,
             )
@@ -94,6 +96,12 @@ def position_product(
     return fields, draft.placed.starts(op.name, op.streams, draft.placed.matrices[matrix])
 
 
+def first_own(draft: BatchDraft) -> int:
+    """Number of the first expert that the rank has."""
+    shape = draft.experts
+    return 0 if shape is None or shape.has_all else draft.team_rank * shape.num_own
+
+
 def add_experts(draft: BatchDraft, now: int, op: FusedContraction) -> None:
     """The choice of experts, and their first matrices."""
     shape, (name,) = draft.experts, op.outs
@@ -112,19 +120,20 @@ def add_experts(draft: BatchDraft, now: int, op: FusedContraction) -> None:
     common["flags"] |= EXPERT_ROWS
     draft.chunk_of[name, None] = draft.chunks.take(
         ("experts", shape.width),
-        min(shape.num_experts, draft.batch * shape.num_chosen) * tiles_k(shape.width),
+        min(shape.num_own, draft.batch * shape.num_chosen) * tiles_k(shape.width),
         now,
         draft.forms[name][None],
     )
     one = BatchExperts(
         name=op.name,
         num_rows=shape.width * len(op.streams),
-        weight_row=starts[0],
-        pair_row=starts[-1],
+        weight_row=starts[0] - first_own(draft) * shape.width,
+        pair_row=starts[-1] - first_own(draft) * shape.width,
         scores=draft.number_of[scores],
         dst=CHUNK * draft.chunk_of[name, None],
         choice=draft.num_choices,
         num_choices=len(choices),
+        first_own=first_own(draft),
         **common,
     )
     draft.num_choices += 1

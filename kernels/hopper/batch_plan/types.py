@@ -133,9 +133,9 @@ class BatchQueues:
 
     @property
     def max_hits(self) -> int:
-        """Experts that rows of a step choose, at most; 0 without experts."""
+        """Experts of this rank that rows of a step choose, at most; 0 without experts."""
         shape = self.experts
-        return min(shape.num_experts, self.batch * shape.num_chosen) if shape else 0
+        return min(shape.num_own, self.batch * shape.num_chosen) if shape else 0
 
     @property
     def first_word(self) -> int:

@@ -244,9 +244,10 @@ class BatchExperts:
     has its results from chunk j * (chunks of a row of results) behind `dst` on, zeros where a row
     did not choose it.
 
-    num_rows: of one expert, of all streams. weight_row, pair_row: of the first expert; num_rows
-    (of a stream) lie between one and the next. choice: number of this choice of num_choices in a
-    step. For the rest see BatchLinear.
+    num_rows: of one expert, of all streams. weight_row, pair_row: of expert 0, or where it would
+    lie before those that the rank has, from number first_own on; num_rows (of a stream) lie between
+    one and the next. choice: number of this choice of num_choices in a step. For the rest see
+    BatchLinear.
     """
 
     opcode: int
@@ -261,6 +262,7 @@ class BatchExperts:
     dst: int
     choice: int
     num_choices: int
+    first_own: int = 0
     pair_row: int = 0
     flags: int = EXPERT_ROWS
     squares: int = 0
@@ -401,7 +403,7 @@ FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
     },
     BatchExperts: {
         "opcode": 0, "scores": 1, "weight_row": 2, "num_tiles_k": 4, "src": 5, "packed": 6,
-        "choice": 8, "dst": 10, "num_choices": 12, "num_rows": 13, "pair_row": 15,
+        "first_own": 7, "choice": 8, "dst": 10, "num_choices": 12, "num_rows": 13, "pair_row": 15,
     },
     BatchSample: {
         "opcode": 0, "logits": 7, "ready_flags": 8, "row_maxima": 9, "num_rows": 13,

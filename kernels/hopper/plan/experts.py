@@ -55,6 +55,7 @@ def expert_shape(fused: Sequence[Fused], weights: ArenaLayout) -> ExpertShape | 
             found.add(
                 ExpertShape(
                     num_experts=routing.num_experts,
+                    num_own=op.experts.num_own,
                     num_chosen=routing.num_chosen,
                     width=weights.tensors[stream.weights[0]].shape[dim],
                     weighing=routing.weighing,

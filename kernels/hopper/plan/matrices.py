@@ -178,7 +178,7 @@ def rows_of(op: FusedContraction, placed: Weights) -> int:
     rows = sum(placed.rows_of(name) for stream in op.streams for name in stream.weights)
     if op.experts is None:
         return rows
-    width = rows // op.experts.num_experts
+    width = rows // op.experts.num_own
     if op.experts.by == "columns":
         return width
     slot = -(-width // len(op.streams) // SLICE_K) * SLICE_K

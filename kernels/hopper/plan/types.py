@@ -135,16 +135,23 @@ NO_ATTENTION = AttentionShape(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
     """Extents that all experts of a segment share on one rank. width: rows of an expert's first
-    matrices, columns of its last one. weighing: see ops.top_k.
+    matrices, columns of its last one. weighing: see ops.top_k. num_own: experts that the rank has,
+    all or, from its number in the team times as many on, a part.
 
     A slot is what one chosen expert makes: width results, in front of zeros up to a whole number of
     slices, so that a slice of the last product's x is of one expert.
     """
 
     num_experts: int
+    num_own: int
     num_chosen: int
     width: int
     weighing: str
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the rank has all experts."""
+        return self.num_own == self.num_experts
 
     @property
     def slot_slices(self) -> int:

@@ -115,6 +115,8 @@ class RowDraft:
         self.num_ranks, self.embedding, self.entry = found.num_ranks, found.embedding, found.entry
         self.choice, self.attention, self.eps = found.choice, found.attention, found.eps
         self.experts = expert_shape(self.fused, self.weights)
+        if self.experts and not self.experts.has_all:
+            raise unfit("one row of whole experts a rank")
         self.tables, self.positions = found.tables, found.positions
         self.gathers = {op.x: op for op in self.fused if isinstance(op, FusedGather)}
         self.placed.require_type("bf16", [self.embedding.table if self.embedding else ""])

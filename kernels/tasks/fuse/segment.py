@@ -361,23 +361,26 @@ class _SegmentFusion:
             ),
             formula=canonical(expr.Call("mul", (formula, expr.Arg(len(streams))))),
             outs=(name,),
-            experts=self.slots_of(total, "rows"),
+            experts=self.slots_of(total, products[0], "rows"),
         )
 
-    def slots_of(self, total: Op, by: Literal["rows", "columns"]) -> ExpertSlots:
-        """The slots of what a scatter_add adds up. All that a rank can do it must do itself: where
-        ranks have whole experts, it is no slot's.
+    def slots_of(self, total: Op, product: Op, by: Literal["rows", "columns"]) -> ExpertSlots:
+        """The slots of what a scatter_add adds up, of experts whose matrices `product` takes. Where
+        ranks have whole experts, their sum over these ranks must follow.
         """
         route = self.producers.get(self.read(total, 2))
         top = self.producers.get(self.read(total, 1))
         if route is None or top is None or self.producers.get(self.read(route, 0)) is not top:
             raise _unfit(total)
-        if total.get("group_axis", ""):
+        axis = total.get("group_axis", "")
+        _, _, ops = self.summed(total)
+        if axis and ops[-1].get("mesh_axis", "") != axis:
             raise _unfit(total)
         return ExpertSlots(
             routing=route.name,
             by=by,
             num_experts=route.extents["g"],
+            num_own=self.tensors[self.read(product, 1)].shape[0],
             num_chosen=self.tensors[self.read(total, 1)].shape[1],
         )
 
@@ -488,7 +491,7 @@ class _SegmentFusion:
             out=out,
             num_ranks=num_ranks,
             ops=(last, *ops),
-            experts=self.slots_of(total, "columns"),
+            experts=self.slots_of(total, last, "columns"),
         )
 
     def fuse_choice(self, op: Op) -> Fused:

@@ -39,8 +39,9 @@ class WeightStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSlots:
-    """Weights [num_experts, n, k] of which a contraction takes the matrices of num_chosen experts,
-    those of the slots of `routing`, a FusedRouting.
+    """Weights [num_own, n, k] of which a contraction takes the matrices of num_chosen experts,
+    those of the slots of `routing`, a FusedRouting. num_own: of num_experts experts, all, or where
+    ranks have whole ones those of this rank, in the order of the team; slots of others give zeros.
 
     by "rows": of a row of x each slot makes a row of the result, [num_chosen, n], and what its
     expert weighs is the last argument of the formula. by "columns": each slot has a row of x
@@ -50,6 +51,7 @@ class ExpertSlots:
     routing: str
     by: Literal["rows", "columns"]
     num_experts: int
+    num_own: int
     num_chosen: int
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distmega.engine.decode_plan import lower_decode, plan_decode
-from distmega.engine.requests import EngineOptions
+from distmega.engine.requests import EngineOptions, Experts
 from distmega.kernels.hopper.batch.runner import BatchRunner
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.one_row.runner import RowRunner
@@ -23,19 +23,24 @@ from tests.kernels.sm90 import Machine
 
 
 @cache
-def expert_code(width: int, num_ranks: int, weighing: str, batch: int = 1) -> Machine:
-    """Of experts of this width; what they compile to does not depend on the number of layers."""
+def expert_code(
+    width: int, num_ranks: int, weighing: str, batch: int = 1, way: Experts = "tensor"
+) -> Machine:
+    """Of experts of this width, of which ranks have parts or whole ones; what they compile to does
+    not depend on the number of layers.
+    """
     config = replace(
         PRESETS["qwen3-30b-a3b"],
         num_layers=1,
         expert_ffn=width,
         norm_top=weighing == "softmax_chosen",
     )
-    options = EngineOptions(max_context=256, batch=batch, experts="tensor")
+    options = EngineOptions(max_context=256, batch=batch, experts=way)
     plan = plan_decode(config, DeviceMesh(tp=num_ranks), H200, options, "none")
     lowered = lower_decode(config, plan, options, peer_memory=True)
     (segment,) = lowered.host.segments
-    build, runner = (build_queues, RowRunner) if batch == 1 else (build_batch_queues, BatchRunner)
+    one_row = batch == 1 and way == "tensor"
+    build, runner = (build_queues, RowRunner) if one_row else (build_batch_queues, BatchRunner)
     queues = build(segment, lowered.weights, lowered.states, NUM_SMS)
     assert queues.experts is not None
     assert queues.experts.weighing == weighing

@@ -71,7 +71,8 @@ def route(sm: BatchSm, one: BatchExperts) -> None:
         counted = part if shape.weighing == "softmax" else np.where(chosen[: len(x)], part, 0)
         total = counted.sum(axis=1, dtype=np.float32, keepdims=True) + none
         weights[: len(x)] = part / total
-    hits = np.flatnonzero(chosen.any(axis=0))
+    own = range(one.first_own, one.first_own + shape.num_own)
+    hits = np.array([e for e in np.flatnonzero(chosen.any(axis=0)) if e in own], dtype=np.int64)
     sm.hit_rows = chosen.T[hits]
     sm.hit_weights = weights.T[hits]
     sm.choose(hits.tolist())

@@ -26,3 +26,13 @@ def test_experts_fit_an_sm(width, num_ranks, weighing):
     assert plain_spins(code.ptx) == []
     assert bare_signals(code.ptx) == []
     assert unfenced_loads(code.ptx) == []
+
+
+@pytest.mark.nightly
+def test_whole_experts_a_rank_fit_an_sm():
+    code = expert_code(768, 2, "softmax_chosen", batch=16, way="expert")
+    assert code.shared_bytes <= SHARED_BYTES
+    assert 32 * (8 * code.registers + LOADER_WARPS * LOADER_REGISTERS) <= REGISTERS
+    assert plain_spins(code.ptx) == []
+    assert bare_signals(code.ptx) == []
+    assert unfenced_loads(code.ptx) == []

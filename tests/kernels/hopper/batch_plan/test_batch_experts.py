@@ -6,13 +6,17 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from distmega.engine.decode_plan import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.errors import UnsupportedError
 from distmega.hostir.ir.nodes import LaunchMegakernel, LibraryOp, walk_nodes
+from distmega.kernels import runners
 from distmega.kernels.hopper.batch_plan.experts import NUM_ZERO_CHUNKS, share_of_hits
 from distmega.kernels.hopper.batch_plan.proof import CHUNK, find_batch_hazard
 from distmega.kernels.hopper.batch_plan.queues import apart, build_batch_queues
@@ -24,6 +28,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchLinear,
     pack,
 )
+from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.plan.words import UNIT_ROWS
 from distmega.kernels.machines import H200
@@ -33,7 +38,13 @@ from distmega.models.presets import PRESETS
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
-from tests.kernels.hopper.row_plan.test_expert_queues import NUM_CHOSEN, NUM_EXPERTS, layers
+from tests.kernels.hopper.row_plan.test_expert_queues import (
+    NUM_CHOSEN,
+    NUM_EXPERTS,
+    WHOLE,
+    layers,
+    local_part,
+)
 
 
 def build(program: Program, num_sms: int = 16) -> BatchQueues:
@@ -125,6 +136,8 @@ def is_of_columns(one: BatchInstruction) -> bool:
         (is_choice, {"choice": 0}, "is choice 0 of 3"),
         (is_choice, {"num_rows": 64}, "rows of an expert of 192"),
         (is_choice, {"weight_row": 10**6}, "behind those of all experts"),
+        (is_choice, {"pair_row": -1}, "in front of those of all experts"),
+        (is_choice, {"first_own": 13}, "behind those of all experts"),
         (is_of_columns, {"weight_row": 10**6}, "behind those of all experts"),
         (is_of_columns, {"src": 0}, "reads"),
     ],
@@ -133,6 +146,51 @@ def test_a_changed_queue_is_not_proven(kind, fields, found):
     queues, fused = small()
     assert find_batch_hazard(queues, fused) == ""
     assert found in find_batch_hazard(changed(queues, kind, **fields), fused)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_ranks_take_tiles_of_their_own_experts(num_ranks: int):
+    """Also where the last rank has fewer, or none: rows from the first own expert on are blocks of
+    the rank's matrix, one behind the other.
+    """
+    program = local_part(layers(2, 192, rows=4), num_ranks, WHOLE)
+    weights = layout_arena(Space.WEIGHT, order_weights(program))
+    num_own = -(-NUM_EXPERTS // num_ranks)
+    for rank in range(num_ranks):
+        queues = build_batch_queues(program, weights, layout_arena(Space.STATE, ()), 16, rank)
+        assert queues.experts is not None
+        assert (queues.experts.num_own, queues.experts.num_experts) == (num_own, NUM_EXPERTS)
+        assert queues.max_hits == num_own
+        own = rank * num_own
+        choices = [one for one in queues.queues[0] if isinstance(one, BatchExperts)]
+        assert {one.first_own for one in choices} == {own}
+        rows = queues.matrices[choices[0].matrix].num_rows
+        firsts = [row for one in choices for row in (one.weight_row, one.pair_row)]
+        blocks = [*sorted(row + own * 192 for row in firsts), rows]
+        assert all(b - a >= num_own * 192 for a, b in pairwise(blocks))
+        assert blocks[0] >= 0
+
+
+def test_one_row_of_whole_experts_a_rank_is_done_by_the_kernel_of_several(monkeypatch):
+    """One of what no kernel takes is refused in the words of that of one row."""
+    monkeypatch.setattr(runners, "require_hopper", lambda device: 16)
+
+    def plan(program: Program) -> object:
+        weights = layout_arena(Space.WEIGHT, order_weights(program))
+        states = layout_arena(Space.STATE, ())
+        team = SimpleNamespace(team_rank=1, size=2) if program.name.endswith(".0") else None
+        return runners.plan_hopper(
+            program, weights=weights, states=states, device=torch.device("cpu"), team=team
+        )
+
+    queues = plan(replace(local_part(layers(1, 192), 2, WHOLE), name="part.0"))
+    assert isinstance(queues, BatchQueues)
+    assert (queues.batch, queues.max_hits) == (1, NUM_CHOSEN)
+    assert isinstance(plan(layers(1, 192)), RowQueues)
+    p = ProgramBuilder("sums")
+    x = p.linear(p.input("x", (1, 256), "bf16"), p.weight("w", (256, 256), "bf16"))
+    with pytest.raises(UnsupportedError, match="sums"):
+        plan(p.build(p.cumsum(x, name="sums")))
 
 
 def test_tiles_of_another_choice_are_found():

@@ -53,6 +53,8 @@ from distmega.sharding.planner import plan_program
 HIDDEN, NUM_EXPERTS, NUM_CHOSEN = 256, 12, 3
 PARTS = {"g": 1, "u": 1, "d": 2}
 """Dims that ranks divide where each has a part of every expert."""
+WHOLE = {"g": 0, "u": 0, "d": 0}
+"""Where each has some experts whole."""
 
 
 def experts(
@@ -139,7 +141,11 @@ def test_experts_fuse_to_a_choice_and_two_contractions():
     assert routing.scores == scores.outs[0]
     assert (routing.num_experts, routing.num_chosen) == (NUM_EXPERTS, NUM_CHOSEN)
     slots = ExpertSlots(
-        routing=routing.name, by="rows", num_experts=NUM_EXPERTS, num_chosen=NUM_CHOSEN
+        routing=routing.name,
+        by="rows",
+        num_experts=NUM_EXPERTS,
+        num_own=NUM_EXPERTS,
+        num_chosen=NUM_CHOSEN,
     )
     assert (rows.experts, total.experts) == (slots, replace(slots, by="columns"))
     assert (rows.x, rows.norm) == (scores.x, scores.norm)
@@ -327,5 +333,5 @@ def test_what_the_kernel_does_not_take_is_named():
     with pytest.raises(UnsupportedError, match="experts of several shapes"):
         queues_of(p.build(x))
     local = local_part(layers(1), 2, dict.fromkeys("gud", 0))
-    with pytest.raises(UnsupportedError, match="of kind scatter_add does not fuse"):
-        fuse_segment(local)
+    with pytest.raises(UnsupportedError, match="one row of whole experts a rank"):
+        queues_of(local)

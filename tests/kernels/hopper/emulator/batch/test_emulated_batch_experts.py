@@ -18,6 +18,7 @@ from tests.kernels.hopper.row_plan.test_expert_queues import (
     HIDDEN,
     NUM_CHOSEN,
     NUM_EXPERTS,
+    WHOLE,
     expert_marks,
     layers,
 )
@@ -86,6 +87,48 @@ def test_rows_of_any_experts_give_what_torch_does(rows, width, tp, kinds):
             assert 2 * int(clear.sum()) >= rows
             assert error(each[0].outputs[out][clear], wanted[out][clear]) < MOST_ERROR
     assert torch.equal(*firsts)
+
+
+@pytest.mark.parametrize(("rows", "tp"), [(1, 2), (2, 2), (4, 5)])
+def test_ranks_with_whole_experts_give_what_torch_does(rows, tp):
+    """On each rank the same bits, in any order of SMs; each hit is some rank's, though the last
+    of five ranks has none of twelve experts but of zeros.
+    """
+    program = layers(2, 64, rows=rows)
+    values, inputs = random_values(program), random_rows(rows, 3 if rows == 1 else 2)
+    case = batch_case(program, tp, 4, expert_marks(program, WHOLE))
+    exact = expected(program, values, inputs)
+    assert 2 * sum(int(clear_rows(program, one).sum()) for one in exact) >= len(exact) * rows
+    firsts = []
+    for seed in range(2):
+        found = emulate(case, values, inputs, seed)
+        firsts.append(torch.cat([each[0].outputs["x1"] for each in found]))
+        hits = 0
+        for each, wanted in zip(found, exact, strict=True):
+            hits += hits_of(program, wanted)
+            assert abs(sum(one.num_hits for one in each) - hits) <= MOST_CHOSEN_BY_ROUNDING
+            assert all(torch.equal(one.outputs["x1"], each[0].outputs["x1"]) for one in each)
+            clear = clear_rows(program, wanted)
+            assert error(each[0].outputs["x1"][clear], wanted["x1"][clear]) < MOST_ERROR
+    assert torch.equal(*firsts)
+
+
+@pytest.mark.parametrize("first", [0, NUM_EXPERTS - NUM_CHOSEN])
+def test_all_experts_that_are_hit_may_be_one_ranks(first: int):
+    """The other one reads no weights of experts, and adds zeros."""
+    program = layers(1, 64, rows=4)
+    values = random_values(program)
+    values["l0n"] = torch.ones(HIDDEN).bfloat16()
+    values["l0r"] = torch.zeros(NUM_EXPERTS, HIDDEN).bfloat16()
+    values["l0r"][first : first + NUM_CHOSEN, 0] = 1.0
+    (given,) = random_rows(4, 1)
+    given["x"][:, 0] = 2.0
+    case = batch_case(program, 2, 5, expert_marks(program, WHOLE))
+    (wanted,) = expected(program, values, [given])
+    (found,) = emulate(case, values, [given], 3)
+    hits = [one.num_hits for one in found]
+    assert hits == ([NUM_CHOSEN, 0] if first == 0 else [0, NUM_CHOSEN])
+    assert all(error(one.outputs["x0"], wanted["x0"]) < MOST_ERROR for one in found)
 
 
 def one_router(values: dict[str, Tensor], kind: str) -> Tensor:
