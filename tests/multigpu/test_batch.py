@@ -160,7 +160,7 @@ def decode_experts(comm: Communicator, way: str, batch: int) -> None:
     assert len(set(comm.all_gather_object(rows[1].cpu().numpy().tobytes()))) == 1
 
 
-@pytest.mark.parametrize("batch", [3, 8])
+@pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("way", ["tensor", "expert"])
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 def test_batches_of_experts(device: str, num_ranks: int, way: str, batch: int, run_ranks):

@@ -51,6 +51,7 @@ def launch(name: str, rows: int, max_context: int) -> None:
         ("qwen3-30b-a3b", (1,), 1),
         pytest.param("llama-3.2-1b", range(1, MOST_ROWS + 1), 2, marks=pytest.mark.nightly),
         pytest.param("qwen3-0.6b", range(1, MOST_ROWS + 1), 2, marks=pytest.mark.nightly),
+        pytest.param("qwen3-30b-a3b", range(1, MOST_ROWS + 1), 2, marks=pytest.mark.nightly),
     ],
 )
 def test_rows_and_contexts_share_compilations(name, rows, most):
