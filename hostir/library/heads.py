@@ -41,7 +41,8 @@ def move_heads(
     eps: float,
 ) -> None:
     """All parts one after the other; results are rounded to x's type after each step. positions
-    [m]; table [t, d] where a part rotates; sequences [m] of several caches; eps of norms.
+    [m]; table [t, d] where a part rotates; sequences [m] of several caches, without which row m
+    goes to cache m; eps of norms.
     """
     for part in parts:
         x = part.x

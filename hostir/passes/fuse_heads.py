@@ -4,10 +4,10 @@ heads, rotations, appends to caches.
 Comes in: ops of kinds rms_norm, rope and kv_append. Goes out: one op of kind fused_heads with a
 part for each tensor of heads. `parts`, an attribute, has a text a part: of "norm", "rope" and
 "append" those that it does, in this order. Reads: positions [m], of rotations and appends alike;
-the table of angles if a part rotates; sequences [m] if there are `several` caches; then of each
-part x [m, ..., d] by element, by row where it needs all of a head, and the norm's weight. Writes: a
-tensor or a cache a part, in place. `eps`: of all norms. Used by fuse.py, read by
-hostir/library/heads.py.
+the table of angles if a part rotates; sequences [m] if rows say which of `several` caches is
+theirs, which they don't where each has its `own`; then of each part x [m, ..., d] by element, by
+row where it needs all of a head, and the norm's weight. Writes: a tensor or a cache a part, in
+place. `eps`: of all norms. Used by fuse.py, read by hostir/library/heads.py.
 """
 
 from collections.abc import Mapping
@@ -37,12 +37,15 @@ class HeadPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadsOp:
-    """What an op does to heads; names are empty where nothing is read."""
+    """What an op does to heads; names are empty where nothing is read. own: row m of what is
+    appended goes to cache m.
+    """
 
     parts: tuple[HeadPart, ...]
     positions: str = ""
     table: str = ""
     sequences: str = ""
+    own: bool = False
     eps: float = 0.0
 
 
@@ -67,10 +70,11 @@ def heads_op(op: Op, buffers: Mapping[str, Tensor]) -> HeadsOp | None:
     if kind.rotates and buffers[names[3]].dtype == "f32":
         part = HeadPart(x=names[0], out=out, steps=("rope",))
         return HeadsOp(parts=(part,), positions=names[2], table=names[3])
-    has_sequences = len(names) == 3
-    if kind.appends and len(buffers[out].shape) == 3 + has_sequences:
+    has_sequences, num_dims = len(names) == 3, len(buffers[out].shape)
+    own = num_dims == 4 and not has_sequences
+    if kind.appends and (own or num_dims == 3 + has_sequences):
         part = HeadPart(x=names[0], out=out, steps=("append",))
-        return HeadsOp(parts=(part,), positions=names[1], sequences=(*names, "")[2])
+        return HeadsOp(parts=(part,), positions=names[1], sequences=(*names, "")[2], own=own)
     return None
 
 
@@ -105,7 +109,12 @@ def _stated(op: Op) -> HeadsOp:
         weight = next(names) if "norm" in steps else ""
         parts.append(HeadPart(x=x, weight=weight, out=write.tensor, steps=steps))
     return HeadsOp(
-        parts=tuple(parts), positions=positions, table=table, sequences=sequences, eps=eps
+        parts=tuple(parts),
+        positions=positions,
+        table=table,
+        sequences=sequences,
+        own=bool(op.get("own", False)),
+        eps=eps,
     )
 
 
@@ -144,9 +153,11 @@ def _joined(first: HeadsOp, then: HeadsOp, parts: list[HeadPart]) -> HeadsOp | N
         shared[name] = next(iter(found), "")
     appends = [each for each in (first, then) if any("append" in p.steps for p in each.parts)]
     norms = [each.eps for each in (first, then) if any("norm" in p.steps for p in each.parts)]
-    if len({*norms}) > 1 or len({each.sequences for each in appends}) > 1:
+    caches = {(each.sequences, each.own) for each in appends}
+    if len({*norms}) > 1 or len(caches) > 1:
         return None
-    return HeadsOp(parts=tuple(parts), **shared, eps=norms[0] if norms else 0.0)
+    own = any(each.own for each in appends)
+    return HeadsOp(parts=tuple(parts), **shared, own=own, eps=norms[0] if norms else 0.0)
 
 
 def state_heads(name: str, heads: HeadsOp, buffers: Mapping[str, Tensor]) -> Op:
@@ -177,14 +188,17 @@ def state_heads(name: str, heads: HeadsOp, buffers: Mapping[str, Tensor]) -> Op:
             continue
         cache = buffers[part.out].shape
         slots = [Axis(name=f"c_{number}", extent=cache[-2], role="scatter", lookup=True)]
-        if len(cache) == 4:
+        rows = ["m"] if heads.own else []
+        if len(cache) == 4 and not heads.own:
             slots.insert(0, replace(slots[0], name=f"s_{number}", extent=cache[0]))
         axes += slots
         own = [slot.name for slot in slots]
-        writes.append(_access(part.out, *own[:-1], *inner, own[-1], d))
+        writes.append(_access(part.out, *rows, *own[:-1], *inner, own[-1], d))
     texts = tuple(" ".join(part.steps) for part in heads.parts)
-    several = bool(heads.sequences)
-    return make_op(name, FUSED, axes, reads, writes, parts=texts, eps=heads.eps, several=several)
+    attrs = {"parts": texts, "eps": heads.eps, "several": bool(heads.sequences)}
+    if heads.own:
+        attrs["own"] = True
+    return make_op(name, FUSED, axes, reads, writes, **attrs)
 
 
 def _access(tensor: str, *names: str) -> Access:

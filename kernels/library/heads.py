@@ -22,7 +22,6 @@ from triton import language as tl
 from distmega.hostir.library import heads as library
 from distmega.hostir.library.heads import Heads
 from distmega.hostir.passes.fuse_heads import MAX_PARTS
-from distmega.program.ops.attention import append_values
 
 MOST_ELEMENTS = 4096
 """Of x that a program holds."""
@@ -45,7 +44,7 @@ class PartSpec:
 
 @triton.jit
 def move_part(block, x, weight, out, positions, table, sequences, row_stride, head_stride,
-              num_heads, sequence_stride, context, eps, several: tl.constexpr,
+              num_heads, sequence_stride, context, eps, several: tl.constexpr, own: tl.constexpr,
               parts: tl.constexpr, i: tl.constexpr):  # fmt: skip
     """Heads block * part.heads and on of row program_id(0), of part i."""
     part: tl.constexpr = parts[i]
@@ -74,7 +73,9 @@ def move_part(block, x, weight, out, positions, table, sequences, row_stride, he
         left = turned
     if part.appended:
         to = out + (head * context + position) * part.dim + at
-        if several:
+        if own:
+            to += row * sequence_stride
+        elif several:
             to += tl.load(sequences + row) * sequence_stride
     else:
         to = out + (row * num_heads + head) * part.dim + at
@@ -85,15 +86,16 @@ def move_part(block, x, weight, out, positions, table, sequences, row_stride, he
 
 @triton.jit
 def move_rows(xs, weights, outs, row_strides, head_strides, num_heads, sequence_strides, contexts,
-              positions, table, sequences, eps, several: tl.constexpr,
+              positions, table, sequences, eps, several: tl.constexpr, own: tl.constexpr,
               parts: tl.constexpr):  # fmt: skip
     """Row program_id(0) of each part; the programs of a part's heads come after those of the part
     before along program_id(1). Tuples have an element a part.
 
     xs [m, num_heads, dim], weights [dim], read: row_strides, head_strides of xs in elements, the
     last stride 1. outs, written: [m, num_heads, dim], contiguous, or a cache [num_heads, context,
-    dim] of `contexts` positions, sequence_strides from one to the next if there are `several`.
-    positions, sequences: int64 [m]. table: f32 [t, dim], cosines, then sines. All in local memory.
+    dim] of `contexts` positions, sequence_strides from one to the next if there are `several`, of
+    which a row has its `own` or the one that `sequences` says. positions, sequences: int64 [m].
+    table: f32 [t, dim], cosines, then sines. All in local memory.
     eps: of norms. parts: PartSpec.
     """
     block = tl.program_id(1)
@@ -103,7 +105,7 @@ def move_rows(xs, weights, outs, row_strides, head_strides, num_heads, sequence_
         if (block >= start) & (block < start + blocks):
             move_part(block - start, xs[i], weights[i], outs[i], positions, table, sequences,
                       row_strides[i], head_strides[i], num_heads[i], sequence_strides[i],
-                      contexts[i], eps, several, parts, i)  # fmt: skip
+                      contexts[i], eps, several, own, parts, i)  # fmt: skip
         start += blocks
 
 
@@ -117,6 +119,7 @@ def move_heads(
     """As library.move_heads."""
     xs = [_heads(part.x) for part in parts]
     known = [x for x in xs if x is not None]
+    own = sequences is None and any(p.appends and p.out.dim() == 4 for p in parts)
     fits = all(map(_takes, parts, xs)) and len(parts) <= MAX_PARTS
     if not fits or not (table is None or _takes_angles(table)):
         library.move_heads(parts, positions, table, sequences, eps)
@@ -138,6 +141,7 @@ def move_heads(
         nothing if sequences is None else sequences,
         eps,
         several=sequences is not None,
+        own=own,
         parts=specs,
     )
 
@@ -152,9 +156,6 @@ def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
 
 def append(cache: Tensor, x: Tensor, positions: Tensor, sequences: Tensor | None = None) -> Tensor:
     """As append_values."""
-    if cache.dim() == 4 and sequences is None:
-        done: Tensor = append_values(cache, x, positions)
-        return done
     part = Heads(x=x, weight=None, out=cache, rotates=False, appends=True)
     move_heads([part], positions, None, sequences, 0.0)
     return cache

@@ -155,15 +155,25 @@ def test_nothing_moves_past_what_reads_a_cache():
     ]  # fmt: skip
 
 
-def test_a_cache_a_row_is_appended_to_by_itself():
+def test_a_cache_a_row_is_appended_to_with_the_rotation():
     p = ProgramBuilder("rows")
     x, positions = p.input("x", (3, 2, DIM)), p.input("positions", (3,), "i64")
     cache = p.state("cache", (3, 2, CONTEXT, DIM))
     rotated = p.rope(x, positions, p.weight("table", (CONTEXT, DIM)), name="rotated")
     p.kv_append(cache, rotated, positions, name="append")
     assert check(p.build(p.pointwise("a0 * 2", cache, name="y"))) == [
-        "rope rotated", "kv_append cache", "pointwise y",
+        "fused_heads cache", "pointwise y",
     ]  # fmt: skip
+
+
+def test_caches_of_rows_and_of_sequences_stay_apart():
+    p = ProgramBuilder("both")
+    x, positions = p.input("x", (3, 2, DIM)), p.input("positions", (3,), "i64")
+    caches = [p.state(name, (3, 2, CONTEXT, DIM)) for name in ("of_rows", "of_sequences")]
+    p.kv_append(caches[0], x, positions, name="first")
+    p.kv_append(caches[1], x, positions, p.input("sequences", (3,), "i64"), name="second")
+    y = p.pointwise("a0 + a1", *caches, name="y")
+    assert check(p.build(y)) == ["kv_append of_rows", "kv_append of_sequences", "pointwise y"]
 
 
 def random_block(rng: random.Random) -> Program:

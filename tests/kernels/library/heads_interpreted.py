@@ -24,14 +24,20 @@ STEPS = {
 }
 
 
-def error_of(steps: tuple[str, ...], dim: int, num_sequences: int, num_heads: int) -> float:
-    """Parts of one tensor, as joined products have them, of 3 times as many heads for the first."""
+def error_of(
+    steps: tuple[str, ...], dim: int, num_sequences: int, num_heads: int, own: bool = False
+) -> float:
+    """Parts of one tensor, as joined products have them, of 3 times as many heads for the first.
+    own: row m goes to cache m.
+    """
     torch.manual_seed(0)
     counts = [num_heads * (3 if number == 0 else 1) for number in range(len(steps))]
     whole = torch.randn(ROWS, sum(counts) * dim)
     positions = torch.randperm(CONTEXT)[:ROWS]
     several = num_sequences > 0
-    sequences = torch.randint(0, max(num_sequences, 1), (ROWS,)) if several else None
+    sequences = None
+    if several and not own:
+        sequences = torch.randint(0, num_sequences, (ROWS,))
     table = torch.randn(CONTEXT, dim)
     made, given, left = [], [], 0
     for text, count in zip(steps, counts, strict=True):
@@ -42,9 +48,9 @@ def error_of(steps: tuple[str, ...], dim: int, num_sequences: int, num_heads: in
         cache = (*[num_sequences] * several, count, CONTEXT, dim)
         out = torch.zeros(cache) if "append" in text else torch.zeros(x.shape)
         weight = torch.randn(dim) if "norm" in text else None
-        for outs, own in ((made, out.clone()), (given, out)):
+        for outs, place in ((made, out.clone()), (given, out)):
             part = Heads(
-                x=x, weight=weight, out=own, rotates="rope" in text, appends="append" in text
+                x=x, weight=weight, out=place, rotates="rope" in text, appends="append" in text
             )
             outs.append(part)
     angles = table if any("rope" in text for text in steps) else None
@@ -65,5 +71,5 @@ if __name__ == "__main__":
             error_of(steps, dim, num_sequences, num_heads)
             for steps in STEPS.values()
             for dim, num_sequences, num_heads in ((16, 0, 2), (24, 3, 5), (4, 2, 1))
-        ]
+        ] + [error_of(steps, 8, ROWS, 2, own=True) for steps in STEPS.values()]
     print(max(errors))

@@ -44,7 +44,7 @@ def test_a_program_moves_words_and_spills_nothing(
     types: dict[str, object] = dict.fromkeys(tuples, ("i32",) * num)
     types |= {"xs": ("*bf16",) * num, "weights": ("*bf16",) * num, "outs": ("*bf16",) * num}
     types |= {"positions": "*i64", "table": "*fp32", "sequences": "*i64", "eps": "fp32"}
-    constants = {"several": several, "parts": parts}
+    constants = {"several": several, "own": False, "parts": parts}
     code = compile_kernel(move_rows, types, constants, 4, None, tuples)
     lines = code.ptx.splitlines()
     assert code.stack_bytes == code.shared_bytes == 0
