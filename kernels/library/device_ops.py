@@ -1,6 +1,6 @@
 """Library ops of a host program on a GPU: the pipelined kernels for pointwise ops, norms and
 softmax, ugraphs/ for the graphs of rewrite rules, heads.py for rotations and caches,
-packed_attention.py for prompts, torch for the rest.
+packed_attention.py for prompts, row_attention.py for decode steps, torch for the rest.
 
 Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluator is given. On
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
@@ -63,7 +63,7 @@ class KernelOps:
     def reads_host(self, op: Op) -> str:
         """As library.reads_host."""
         if op.kind == "attention":
-            there = _is_packed_uncapped(op) and has_triton()
+            there = (_is_packed_uncapped(op) or _is_a_row_each(op)) and has_triton()
             return "" if there or (self.masked and _is_plain(op)) else reads_host(op)
         return "" if self._multiplies_groups(op) else reads_host(op)
 
@@ -100,6 +100,9 @@ class KernelOps:
             return lambda xs: (
                 late.attend_packed(xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], scale, window),
             )
+        if op.kind == "attention" and _is_a_row_each(op) and has_triton():
+            scale, window = number(op, "scale"), int(number(op, "window"))
+            return lambda xs: (late.attend_each(xs[0], xs[1], xs[2], xs[3], scale, window),)
         if op.kind == "attention" and self.masked and _is_plain(op):
             return compile_masked_attention(op)
         return compile_op(op, coordinate)
@@ -108,6 +111,16 @@ class KernelOps:
 def _is_packed_uncapped(op: Op) -> bool:
     """Whether the kernel for packed prompts does an attention."""
     return is_packed(op) and not op.get("softcap", 0)
+
+
+def _is_a_row_each(op: Op) -> bool:
+    """Whether an attention without a cap has one row of each sequence, as row_attention.py takes
+    it.
+    """
+    cache = op.reads[1].dims
+    rows, sequences = op.reads[0].dims[0].axes, cache[0].axes if len(cache) == 4 else ()
+    has_one = len(cache) == 3 and op.extents[rows[0]] == 1
+    return _is_plain(op) and not op.get("softcap", 0) and (has_one or rows == sequences)
 
 
 def _is_plain(op: Op) -> bool:

@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from distmega.kernels.library.grouped_products import grouped_linear
     from distmega.kernels.library.heads import append, move_heads, rotate
     from distmega.kernels.library.packed_attention import attend_packed
+    from distmega.kernels.library.row_attention import attend_each
 
-__all__ = ["append", "attend_packed", "grouped_linear", "move_heads", "rotate"]
+__all__ = ["append", "attend_each", "attend_packed", "grouped_linear", "move_heads", "rotate"]
 
 __getattr__ = late_imports(__name__)

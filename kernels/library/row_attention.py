@@ -1,0 +1,196 @@
+"""Attention of a decode step on a GPU: one row of each sequence, over that sequence's cache.
+
+In: q [s, h, g, d] of sequences that are at any positions, caches, positions on the device, as
+hostir/library/ops.py's attention takes them. Out: a new tensor. A program has the query heads of a
+kv head, so that keys and values are read once, and a part of the sequence's positions; a second
+kernel adds up the parts, in their order. How many parts there are depends on shapes alone, so that
+a CUDA graph serves any positions. What the kernels don't take, torch does, over whole caches under
+a mask. Used by device_ops.py.
+"""
+
+# Kernels' arguments have no Python types.
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+
+from distmega.hostir.library import ops as library
+from distmega.kernels.runtime.gpus import num_sms
+
+LOG2_E = 1 / math.log(2)
+LEAST_ROWS = 16
+"""Rows of a product, at least: of query heads of a kv head."""
+MOST_ROWS = 64
+MOST_DIM = 256
+NUM_KEYS = 64
+"""Positions multiplied at a time."""
+LEAST_KEYS = 256
+"""Positions for which it pays to have a part of their own."""
+PROGRAMS_A_SM = 4
+"""Programs that keep an SM's loads under way."""
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@triton.jit
+def attend_part(q, keys, values, out, maxima, sums, positions, sequence_stride, head_stride,
+                row_stride, context, scale, window, num_parts, group: tl.constexpr,
+                rows: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr,
+                windowed: tl.constexpr, alone: tl.constexpr, num_keys: tl.constexpr):  # fmt: skip
+    """Part program_id(2) of what kv head program_id(0) of sequence program_id(1) sees.
+
+    q: strides in elements between sequences, kv heads and query heads. keys, values: caches
+    [sequences, kv heads, context, dim], contiguous, read. positions: i64 [sequences]. scale: of
+    scores, in powers of two. window: positions that a row sees, where `windowed`. out: [sequences,
+    kv heads, group, dim], of q's type, where a part is `alone`; else f32 with `num_parts` in front,
+    as maxima and sums have it, f32 [num_parts, sequences, kv heads, group]. rows, padded: group and
+    dim or the next power of two. All in local memory; out, maxima and sums are written.
+    """
+    head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    kv_heads = tl.num_programs(0)
+    behind = tl.load(positions + sequence).to(tl.int32) + 1
+    first = 0
+    if windowed:
+        first = tl.maximum(behind - window, 0) // num_keys * num_keys
+    blocks = tl.cdiv(tl.cdiv(behind - first, num_keys), num_parts)
+    start = first + part * blocks * num_keys
+    stop = tl.minimum(start + blocks * num_keys, behind)
+
+    row = tl.arange(0, rows)
+    column = tl.arange(0, padded)
+    inside = (row < group)[:, None] & (column < dim)[None, :]
+    at = q + sequence * sequence_stride + head * head_stride
+    query = tl.load(at + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0)
+    cache = (sequence * kv_heads + head) * context * dim
+    number = tl.arange(0, num_keys)
+    acc = tl.zeros([rows, padded], tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    most = tl.full([rows], float("-inf"), tl.float32)
+    for block in tl.range(start, stop, num_keys):
+        key = block + number
+        near = key < stop
+        if windowed:
+            near = near & (key >= behind - window)
+        spot = cache + key[:, None] * dim + column[None, :]
+        there = near[:, None] & (column < dim)[None, :]
+        k = tl.load(keys + spot, mask=there, other=0.0)
+        scores = tl.where(near[None, :], tl.dot(query, k.T) * scale, float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, 1))
+        base = tl.where(larger == float("-inf"), 0.0, larger)  # of a block before the window
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(most - base)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(values + spot, mask=there, other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        most = larger
+    line = (sequence * kv_heads + head) * group + row
+    if alone:
+        result = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + line[:, None] * dim + column[None, :], result, mask=inside)
+    else:
+        line += part.to(tl.int64) * tl.num_programs(1) * kv_heads * group
+        tl.store(out + line[:, None] * dim + column[None, :], acc, mask=inside)
+        tl.store(maxima + line, most, mask=row < group)
+        tl.store(sums + line, total, mask=row < group)
+
+
+@triton.jit
+def join_parts(parts, maxima, sums, out, num_parts, dim: tl.constexpr, padded: tl.constexpr):
+    """Row program_id(0) of out [rows, dim]: the sum of its parts, f32 [num_parts, rows, dim], of
+    maxima and sums f32 [num_parts, rows]. A part that saw nothing has the maximum -inf.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    num_rows = tl.num_programs(0)
+    column = tl.arange(0, padded)
+    acc = tl.zeros([padded], tl.float32)
+    total = 0.0
+    most = float("-inf")
+    for part in tl.range(0, num_parts):
+        at = part * num_rows + row
+        peak = tl.load(maxima + at)
+        larger = tl.maximum(most, peak)
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        shrink = tl.exp2(most - base)
+        weight = tl.exp2(peak - base)
+        x = tl.load(parts + at * dim + column, mask=column < dim, other=0.0)
+        acc = acc * shrink + x * weight
+        total = total * shrink + tl.load(sums + at) * weight
+        most = larger
+    result = (acc / total).to(out.dtype.element_ty)
+    tl.store(out + row * dim + column, result, mask=column < dim)
+
+
+def attend_each(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """As library.attention, of q [s, h, g, d], row s of which sees cache s of [s, h, t, d], or of a
+    single row over [h, t, d]. Nobody asks the device for positions.
+    """
+    if k_cache.dim() == 3:
+        k_cache, v_cache = k_cache.unsqueeze(0), v_cache.unsqueeze(0)
+    if not _takes(q, k_cache, v_cache):
+        return library.masked_attention(q, k_cache, v_cache, positions, scale, window)
+    sequences, kv_heads, group, dim = q.shape
+    context = k_cache.shape[-2]
+    num_parts = _num_parts(sequences * kv_heads, window or context, _num_programs(q))
+    alone = num_parts == 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    parts = out
+    maxima = sums = out
+    if not alone:
+        lines = num_parts, sequences * kv_heads * group
+        parts = torch.empty((*lines, dim), dtype=torch.float32, device=q.device)
+        maxima = torch.empty(lines, dtype=torch.float32, device=q.device)
+        sums = torch.empty(lines, dtype=torch.float32, device=q.device)
+    padded = max(LEAST_ROWS, triton.next_power_of_2(dim))
+    attend_part[(kv_heads, sequences, num_parts)](
+        q, k_cache, v_cache, parts, maxima, sums, positions, *q.stride()[:3], context,
+        scale * LOG2_E, window, num_parts, group=group,
+        rows=max(LEAST_ROWS, triton.next_power_of_2(group)), dim=dim, padded=padded,
+        windowed=window > 0, alone=alone, num_keys=NUM_KEYS, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if not alone:
+        join_parts[(lines[1],)](
+            parts, maxima, sums, out, num_parts, dim=dim, padded=padded, num_warps=1
+        )
+    return out
+
+
+def _num_parts(num_heads: int, seen: int, num_programs: int) -> int:
+    """Parts of the positions that each of num_heads kv heads of all sequences may see."""
+    most = max(1, seen // LEAST_KEYS)
+    return min(most, -(-num_programs // num_heads))
+
+
+def _num_programs(q: Tensor) -> int:
+    return PROGRAMS_A_SM * num_sms(q.device.index)
+
+
+def _takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether the kernels take tensors of these kinds, of a row a cache."""
+    dim = q.shape[-1]
+    return (
+        _on_gpu(q)
+        and q.shape[0] == k_cache.shape[0]
+        and q.dtype in DTYPES
+        and q.stride(-1) == 1
+        and q.shape[2] <= MOST_ROWS
+        and all(x.dtype == q.dtype and x.is_contiguous() for x in (k_cache, v_cache))
+        and v_cache.shape[-1] == dim <= MOST_DIM
+        and dim % 8 == 0
+    )
+
+
+def _on_gpu(q: Tensor) -> bool:
+    return q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0)
