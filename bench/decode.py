@@ -49,6 +49,11 @@ CASES = (
         for batch in (1, 16)
         for context in (4096, 32768)
     ),
+    *(
+        f"{name} batch={batch} ctx=512"
+        for name in ("llama-3.2-1b", "qwen3-8b")
+        for batch in (32, 64)
+    ),
     *(f"qwen3-30b-a3b batch={batch} ctx=512" for batch in (1, 8, 16)),
 )
 STEPS = 16
@@ -114,11 +119,12 @@ def open_engine(case: Case, comm: Communicator) -> Engine:
 
 
 def our_step(case: Case, engine: Engine) -> Call:
-    """STEPS steps in one launch, always from the same position."""
+    """STEPS steps in one launch, or one graph each, always from the same position."""
     stepping = engine.stepping
     if stepping is None:
         raise SystemExit(
-            f"{case.model} does not run on the decode kernel; expected a GPU and triton"
+            f"{case.model} does not choose its tokens on the GPU; expected triton and, of more "
+            "sequences than the decode kernel takes, one GPU"
         )
 
     def run() -> None:

@@ -28,7 +28,7 @@ from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena, tensor_space
 from distmega.kernels.tasks.cost import segment_us
 from distmega.kernels.ugraphs.geometry import pays
-from distmega.models.decoder import AnyDecoder, Logits, build_decoder, layer_starts
+from distmega.models.decoder import PEAKS, AnyDecoder, Logits, build_decoder, layer_starts
 from distmega.models.sampling import GREEDY, Method
 from distmega.models.weights.kv_copies import copy_kv_heads, most_copies
 from distmega.program.kinds import kind_of
@@ -53,6 +53,9 @@ MICRO_BATCHES = 4
 
 FEWEST_TOKENS = 64
 """Of a program that prefills a prompt on a GPU."""
+
+FEW_ROWS = 16
+"""Rows up to which rewrite rules do a decode step's products side by side, not joined ones."""
 
 BY_ROWS = frozenset({"tokens", "positions", "sequences"})
 """Inputs of such a program whose extents are its size."""
@@ -398,9 +401,17 @@ def compile_kernels(decode_plan: DecodePlan, num_sms: int) -> Mapping[str, Megak
 
 
 def lower_library_decode(decode_plan: DecodePlan) -> HostProgram:
-    """The same decode step with every op a library op."""
-    staged = decode_plan.staged
-    host = staged.lower(decode_plan.local, megakernel=False, peer_memory=False)
+    """The same decode step with every op a library op. On a GPU products of many rows whose weights
+    lie side by side are one, as in a prompt, and PEAKS are an output, too.
+    """
+    staged, local = decode_plan.staged, decode_plan.local
+    on_gpu, program = decode_plan.machine != CPU, decode_plan.local.program
+    if on_gpu and decode_plan.options.batch > FEW_ROWS:
+        local = join_products(local, decode_plan.weights.neighbours(), decode_plan.machine)
+    if on_gpu and staged.stage.num_stages == 1 and PEAKS in program.tensor_map():
+        outputs = tuple(dict.fromkeys((*program.outputs, PEAKS)))
+        local = replace(local, program=replace(local.program, outputs=outputs))
+    host = staged.lower(local, megakernel=False, peer_memory=False)
     return run_passes(link_stage([StagePart(stage=staged.stage, host=host)]))
 
 

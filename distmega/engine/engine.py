@@ -23,6 +23,7 @@ from distmega.engine.decode_plan import (
     lower_library_decode,
     plan_decode,
 )
+from distmega.engine.library_steps import LibrarySteps
 from distmega.engine.prefill import Prefills
 from distmega.engine.requests import EngineOptions
 from distmega.engine.soundness import explain_unsound, is_sound
@@ -139,7 +140,9 @@ class Engine:
         self._sample_inputs = _sampling_inputs(self._method, options.batch, self.device)
         self._runners: dict[str, CpuMegakernel] = {}
         self.stepping: SteppingRunner | None = None
-        """The decode kernel of a GPU where it chooses the tokens, several in one launch."""
+        """Steps of a GPU that choose the tokens of the next: the decode kernel's, several in one
+        launch, or where it does not run and the GPU is alone a graph's.
+        """
         tell("preparing the decode step")
         self._decode = self._open_gpu(options) if on_gpu else self._open_cpu(options)
         if self.stepping is not None:
@@ -537,7 +540,7 @@ class Engine:
         self._runners = {name: self._runner(kernel, options) for name, kernel in kernels.items()}
         return self._evaluator(self.decode_plan.host, self._runners)
 
-    def _open_gpu(self, options: EngineOptions) -> Evaluator:
+    def _open_gpu(self, options: EngineOptions) -> Evaluator | LibrarySteps:
         """The decode kernel, or library ops for a model or GPUs that it can't do."""
         host = self.decode_plan.host
         try:
@@ -548,10 +551,22 @@ class Engine:
             logger.warning("decoding by library ops: %s", error)
             runner = None
         if runner is None:
-            return self._evaluator(lower_library_decode(self.decode_plan), {})
+            return self._open_library_steps()
         if self.decode_plan.staged.stage.num_stages == 1:
             self.stepping = runner
         return self._evaluator(host, {host.segments[0].name: runner})
+
+    def _open_library_steps(self) -> Evaluator | LibrarySteps:
+        """Decode steps by library ops; on one GPU alone a graph that feeds itself."""
+        host = lower_library_decode(self.decode_plan)
+        joined = self._joined_weights(host)
+        self._persistent |= joined
+        evaluator = self._evaluator(host, {}, masked=True)
+        if self.mesh.num_ranks > 1:
+            return evaluator
+        given = {**self._persistent, **self._sample_inputs}
+        self.stepping = steps = LibrarySteps(evaluator, given, self.batch)
+        return steps
 
     def _prove(self, host: HostProgram) -> None:
         """CheckError for a program that may race or wait for ever; stages have one each, which are
@@ -564,13 +579,20 @@ class Engine:
         prove_once(tuple(map(parse_host, texts)))
 
     def _evaluator(
-        self, host: HostProgram, kernels: Mapping[str, KernelRunner], *, proven: bool = False
+        self,
+        host: HostProgram,
+        kernels: Mapping[str, KernelRunner],
+        *,
+        proven: bool = False,
+        masked: bool = False,
     ) -> Evaluator:
+        """masked: see KernelOps."""
         if not proven:
             self._prove(host)
-        rules = self.decode_plan.staged.rules
-        groups = self._expert_tiles
-        ops = KernelOps(rules=rules, groups=groups) if self.device.type == "cuda" else None
+        ops = None
+        if self.device.type == "cuda":
+            rules, groups = self.decode_plan.staged.rules, self._expert_tiles
+            ops = KernelOps(masked=masked, rules=rules, groups=groups)
         matmuls = PeerMatmuls(self.comm) if isinstance(self.comm, NcclCommunicator) else None
         return Evaluator(host, self.comm, kernels, str(self.device), ops=ops, matmuls=matmuls)
 
@@ -578,15 +600,18 @@ class Engine:
         """A program of prompts, and the joined weights that it multiplies by. proven: it is one
         that was proven, with other extents, which change no order.
         """
+        return self._evaluator(host, {}, proven=proven), self._joined_weights(host)
+
+    def _joined_weights(self, host: HostProgram) -> dict[str, Tensor]:
+        """Weights of a program that cover several of the arena's (join_products.py)."""
         layout = self.decode_plan.weights
-        joined = {
+        return {
             buffer.name: spanning_view(layout, self._weights, buffer, buffer.name.split(SPAN)[0])
             for buffer in host.buffers
             if buffer.role == "weight"
             and buffer.name not in layout.tensors
             and not buffer.name.startswith(KNOWN)
         }
-        return self._evaluator(host, {}, proven=proven), joined
 
     def _open_stepping(
         self, segments: Sequence[Program], options: EngineOptions

@@ -1,0 +1,128 @@
+"""Decode steps by library ops, replayed as a CUDA graph: what runs where no decode kernel does.
+
+Comes in: an evaluator of a decode step's host program and the tensors that it works on. Goes out: a
+SteppingRunner. Tokens, positions and which rows count are in the memory of the device, so that the
+host is asked for nothing between steps. Used by engine.py; next on the walk: steps_ahead.py.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from distmega.errors import RequestError, argument
+from distmega.hostir.run.cuda_graph import CapturedHost, capture_on_ranks
+from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.runtime.stepping import NO_SAMPLE_INPUTS
+from distmega.models.decoder import PEAKS
+from distmega.trace_file import Span
+
+logger = logging.getLogger(__name__)
+
+NEXT = "next"
+
+
+class LibrarySteps:
+    """The steps of one rank alone. replays: see KernelRunner."""
+
+    replays = False
+
+    def __init__(self, evaluator: Evaluator, given: Mapping[str, Tensor], batch: int) -> None:
+        """given: weights, caches and how tokens are sampled, by name; they stay where they are.
+        batch: sequences of a step.
+        """
+        self.host = evaluator.host
+        self._evaluator = evaluator
+        tokens, positions, self._counted = torch.zeros(
+            3, batch, dtype=torch.int64, device=evaluator.device
+        )
+        self._tokens, self._positions = tokens, positions
+        self._given = {**given, "tokens": tokens, "positions": positions}
+        self._num = batch
+        self._captures = evaluator.device.type == "cuda"
+        self._graph: CapturedHost | None = None
+        self.logits = torch.zeros(batch, 1, device=evaluator.device)
+        """See SteppingRunner; of a step here the values that its tokens were chosen for, which are
+        finite where its logits are.
+        """
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One step; tensors: `tokens` and `positions`, i64 [batch], and what was given before.
+        Outputs by name, the caller's.
+        """
+        self._tokens.copy_(tensors["tokens"])
+        self._positions.copy_(tensors["positions"])
+        return {name: x.clone() for name, x in self._step().items()}
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> None:
+        """See KernelRunner."""
+        for name, x in self.run(tensors).items():
+            if name in tensors:
+                tensors[name].copy_(x)
+
+    def start(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sample_inputs: Mapping[str, Tensor] = NO_SAMPLE_INPUTS,
+    ) -> None:
+        """See SteppingRunner. Sequences behind those given take a step at their position, too, and
+        stay there; what they find means nothing.
+        """
+        self._num = num = len(tokens)
+        for name, x in sample_inputs.items():
+            if self._given[name] is not x:
+                self._given[name].copy_(x)
+        device = self._tokens.device
+        self._tokens[:num].copy_(torch.tensor([*tokens], device=device))
+        self._positions[:num].copy_(torch.tensor([*positions], device=device))
+        self._positions[num:].zero_()
+        self._counted.zero_()[:num].fill_(1)
+
+    def prepare(self) -> None:
+        """See SteppingRunner: the graph is captured when its first step runs."""
+
+    def decode(self, num_steps: int) -> Tensor:
+        """See SteppingRunner."""
+        rows = torch.empty((num_steps, *self._tokens.shape), dtype=torch.int64,
+                           device=self._tokens.device)  # fmt: skip
+        for row in rows:
+            found = self._step()[NEXT]
+            torch._foreach_copy_((row, self._tokens), (found, found))
+            self._positions.add_(self._counted)
+        return rows[:, : self._num]
+
+    def trace(self, num_steps: int) -> list[Span]:
+        """RequestError: a graph takes no stamps."""
+        raise RequestError(
+            f"a trace of {num_steps} steps by library ops",
+            expected="a decode kernel",
+            remedy=f"trace with {argument('batch')} 1",
+        )
+
+    def raise_hang(self) -> None:
+        """Nothing waits for other ranks."""
+
+    def _step(self) -> Mapping[str, Tensor]:
+        """Outputs of a step from the tokens and positions that are there."""
+        if self._captures and self._graph is None:
+            self._graph = self._capture()
+        outputs = self._graph.run({}) if self._graph else self._evaluator.run(self._given)
+        if PEAKS in outputs:
+            self.logits = outputs[PEAKS][:, None]
+        return outputs
+
+    def _capture(self) -> CapturedHost | None:
+        """The step as a graph; None, from then on, where that can't be. A step that is run again
+        from one state writes the same into caches.
+        """
+        captured, problem = capture_on_ranks(
+            self._evaluator.comm,
+            next(iter(self._evaluator.graph_breaks), ""),
+            lambda: CapturedHost(self._evaluator, self._given, copy_states=False),
+        )
+        if problem:
+            self._captures = False
+            logger.warning("decode steps run op by op, not as a CUDA graph: %s", problem)
+        return captured

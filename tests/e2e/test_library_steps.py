@@ -1,0 +1,116 @@
+"""Decode steps of more sequences than the decode kernel takes: library ops that feed themselves."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.engine import library_steps
+from distmega.engine.decode_plan import DecodePlan, lower_decode, lower_library_decode, plan_decode
+from distmega.engine.library_steps import LibrarySteps
+from distmega.engine.requests import EngineOptions
+from distmega.errors import RequestError
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.hostir.ir.nodes import LibraryOp
+from distmega.hostir.lower.join_products import SPAN
+from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.library.device_ops import KernelOps
+from distmega.kernels.machines import H200
+from distmega.kernels.runtime.memory import allocate_arena, arena_views, spanning_view
+from distmega.models.presets import PRESETS
+from distmega.sharding.layout.mesh import DeviceMesh
+
+BATCH = 20
+
+
+@cache
+def decode_plan_of(model: str, num_layers: int, batch: int = BATCH) -> DecodePlan:
+    config = replace(PRESETS[model], num_layers=num_layers)
+    if num_layers == 1:
+        config = replace(config, hidden=64, ffn=96, vocab=64, num_heads=4, num_kv_heads=2)
+    options = EngineOptions(max_context=16, batch=batch)
+    staged = plan_decode(config, DeviceMesh(tp=1), H200, options)
+    return lower_decode(config, staged, options, peer_memory=False)
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.2-1b"])
+def test_a_layer_is_eight_launches(model: str):
+    host = lower_library_decode(decode_plan_of(model, 3, 64))
+    ops = [node.op for node in host.body if isinstance(node, LibraryOp) and not node.op.is_view]
+    assert [op.kind for op in ops if op.name.startswith("layers.1.")] == [
+        "fused_norm", "linear", "fused_heads", "attention", "linear", "fused_norm", "fused_linear",
+        "linear",
+    ]  # fmt: skip
+    assert len(ops) == 8 * 3 + 4, "and embedding, last norm, logits, argmax"
+
+
+def opened() -> tuple[Evaluator, dict[str, Tensor]]:
+    """A model of a layer with random weights, as an engine opens it."""
+    plan = decode_plan_of("llama-3.2-1b", 1)
+    torch.manual_seed(0)
+    weights = allocate_arena(plan.weights, device="cpu")
+    states = allocate_arena(plan.states, device="cpu")
+    given = arena_views(plan.weights, weights) | arena_views(plan.states, states)
+    for name in plan.weights.tensors:
+        given[name].copy_(torch.randn(given[name].shape) * 0.2)
+    host = lower_library_decode(plan)
+    for buffer in host.buffers:
+        if buffer.role == "weight" and buffer.name not in given:
+            first = buffer.name.split(SPAN)[0]
+            given[buffer.name] = spanning_view(plan.weights, weights, buffer, first)
+    comm = SingleCommunicator(host.mesh)
+    return Evaluator(host, comm, {}, ops=KernelOps(masked=True, rules=plan.staged.rules)), given
+
+
+def test_steps_feed_themselves_and_rows_that_do_not_count_stay():
+    evaluator, given = opened()
+    tokens, at = torch.arange(BATCH) % 7, torch.arange(BATCH) % 5
+    expected = []
+    for step in range(4):
+        here = torch.where(torch.arange(BATCH) < 18, at + step, 0)
+        found = evaluator.run({**given, "tokens": tokens, "positions": here})
+        tokens = found["next"]
+        expected.append(tokens[:18].clone())
+    assert len({tuple(row.tolist()) for row in expected}) > 1
+    evaluator, given = opened()
+    steps = LibrarySteps(evaluator, given, BATCH)
+    steps.start([n % 7 for n in range(18)], [n % 5 for n in range(18)])
+    rows = torch.cat([steps.decode(1), steps.decode(3)])
+    assert torch.equal(rows, torch.stack(expected))
+    assert steps.logits.shape == (BATCH, 1)
+    assert steps.logits.isfinite().all()
+
+
+def test_numbers_that_are_none_are_seen_in_what_tokens_were_chosen_for():
+    evaluator, given = opened()
+    steps = LibrarySteps(evaluator, given, BATCH)
+    given["norm"].fill_(float("nan"))
+    steps.start([1] * BATCH, [0] * BATCH)
+    steps.decode(1)
+    assert not steps.logits.isfinite().any()
+
+
+def test_a_step_is_one_replay_of_a_graph(monkeypatch: pytest.MonkeyPatch):
+    """With a graph that counts its replays in place of a GPU's."""
+    evaluator, given = opened()
+    calls: list[str] = []
+
+    class Graph:
+        def __init__(self, evaluator: Evaluator, given: dict[str, Tensor], **_: object) -> None:
+            calls.append("capture")
+            self.run = lambda inputs: (calls.append("replay"), evaluator.run(given))[1]
+
+    monkeypatch.setattr(library_steps, "CapturedHost", Graph)
+    monkeypatch.setattr(Evaluator, "graph_breaks", ())
+    steps = LibrarySteps(evaluator, given, BATCH)
+    steps._captures = True
+    steps.start([1] * BATCH, [0] * BATCH)
+    steps.decode(3)
+    zeros = torch.zeros(BATCH, dtype=torch.int64)
+    found = steps.run({"tokens": zeros, "positions": zeros})
+    assert calls == ["capture", *["replay"] * 4]
+    assert found["next"].shape == (BATCH,)
+    with pytest.raises(RequestError, match="a trace of 3 steps by library ops"):
+        steps.trace(3)
