@@ -43,12 +43,13 @@ def attend_part(q, keys, values, out, maxima, sums, positions, sequence_stride, 
                 windowed: tl.constexpr, alone: tl.constexpr, num_keys: tl.constexpr):  # fmt: skip
     """Part program_id(2) of what kv head program_id(0) of sequence program_id(1) sees.
 
-    q: strides in elements between sequences, kv heads and query heads. keys, values: caches
-    [sequences, kv heads, context, dim], contiguous, read. positions: i64 [sequences]. scale: of
-    scores, in powers of two. window: positions that a row sees, where `windowed`. out: [sequences,
-    kv heads, group, dim], of q's type, where a part is `alone`; else f32 with `num_parts` in front,
-    as maxima and sums have it, f32 [num_parts, sequences, kv heads, group]. rows, padded: group and
-    dim or the next power of two. All in local memory; out, maxima and sums are written.
+    q: sequence_stride, head_stride and row_stride are elements between sequences, kv heads and
+    query heads. keys, values: caches [sequences, kv heads, context, dim], contiguous, read.
+    positions: i64 [sequences]. scale: of scores, in powers of two. window: positions that a row
+    sees, where `windowed`. out: [sequences, kv heads, group, dim], of q's type, where a part is
+    `alone`; else f32 with `num_parts` in front, as maxima and sums have it, f32 [num_parts,
+    sequences, kv heads, group]. rows, padded: group and dim or the next power of two. num_keys:
+    positions at a time. All in local memory; out, maxima and sums are written.
     """
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
@@ -103,7 +104,8 @@ def attend_part(q, keys, values, out, maxima, sums, positions, sequence_stride, 
 @triton.jit
 def join_parts(parts, maxima, sums, out, num_parts, dim: tl.constexpr, padded: tl.constexpr):
     """Row program_id(0) of out [rows, dim]: the sum of its parts, f32 [num_parts, rows, dim], of
-    maxima and sums f32 [num_parts, rows]. A part that saw nothing has the maximum -inf.
+    maxima and sums f32 [num_parts, rows]. A part that saw nothing has the maximum -inf. padded: dim
+    or the next power of two. All in local memory; out alone is written.
     """
     row = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
