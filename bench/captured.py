@@ -46,9 +46,10 @@ from transformers import (
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from bench.cases import read_case
-from bench.programs import own_tensors, tune_alone
+from bench.programs import own_tensors
 from bench.records import Book, Record, add_book_options, open_book
 from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
+from bench.turns import tune_alone
 from distmega.collecting import gc_paused
 from distmega.compiled import CompiledProgram
 from distmega.errors import UnsupportedError

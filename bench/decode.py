@@ -1,7 +1,7 @@
 """Time of one decode step: distmega, torch.compile and the floor, alternating in one run.
 
     python -m bench.decode "llama-3.2-1b batch=1 ctx=512 tp=2" ... [--rounds 20] [--no-peer]
-        [--by-layer]
+        [--by-layer] [--at-once]
 
 A case names a preset, a batch, a position of the KV cache, the same for all sequences, and how
 many GPUs share the model, 1 unless said; weights and the cache are random, bf16, and both sides
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.cases import make_parser, measure_cases, read_case
+from bench.cases import Ready, make_parser, measure_cases, read_case
 from bench.ranks import AHEAD_CYCLES
 from bench.records import Record
 from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
@@ -222,9 +222,17 @@ def meet(comm: Communicator) -> None:
 
 
 def measure(
-    case: Case, comm: Communicator, rounds: int, with_peer: bool, *, by_layer: bool = False
+    case: Case,
+    comm: Communicator,
+    rounds: int,
+    with_peer: bool,
+    ready: Ready,
+    *,
+    by_layer: bool = False,
 ) -> Record:
-    """Medians over `rounds` rounds in which each is timed once, all ranks at the same time."""
+    """Medians over `rounds` rounds in which each is timed once, all ranks at the same time. ready:
+    called before them.
+    """
     config = open_model(case.model).config
     engine = open_engine(case, comm)
     runs = {"ours": our_step(case, engine)}
@@ -234,6 +242,7 @@ def measure(
         for _ in range(3):
             run()
     torch.cuda.synchronize()
+    ready()
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():

@@ -12,24 +12,16 @@ Writes bench/results/prefill-<device>.json; `make tables` writes
 the table of docs/performance.md from it.
 """
 
-import argparse
-import multiprocessing
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 
 import torch
 import torch.nn.functional as F
 
-from bench.cases import make_parser, measure_cases, read_case
-from bench.programs import Turns
-from bench.ranks import run_on_ranks
-from bench.records import Book, Record, open_book
+from bench.cases import Ready, make_parser, measure_cases, read_case
+from bench.records import Record
 from bench.timing import elapsed_us
 from bench.torch_decoder import make_peer
 from distmega.engine.engine import Engine
@@ -38,7 +30,6 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.models.config import ModelConfig
 from distmega.sources.load import open_model
 
-BENCHMARK = "prefill"
 SIZES = (128, 1), (448, 1), (2048, 1), (448, 16), (4032, 16)
 CASES = tuple(
     f"{model} prompt={length} batch={batch}"
@@ -148,7 +139,7 @@ def measure(
     comm: Communicator,
     rounds: int,
     with_peer: bool,
-    ready: Callable[[], object] = lambda: None,
+    ready: Ready,
 ) -> Record:
     """Medians over `rounds` rounds in which each is timed once, all ranks at the same time. ready:
     called before them.
@@ -188,79 +179,6 @@ def measure(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One of several cases that are set up at the same time. device: of a case of one rank."""
-
-    case: Case
-    device: int
-    rounds: int
-    with_peer: bool
-    book: Book
-    turns: Turns
-
-
-def measure_in_turn(comm: Communicator, job: Job) -> None:
-    """On one rank; the record is written before the next one's turn."""
-    with ExitStack() as stack:
-        record = measure(
-            job.case,
-            comm,
-            job.rounds,
-            job.with_peer,
-            lambda: stack.enter_context(job.turns.take(0, comm)),
-        )
-        if comm.rank == 0:
-            job.book.write(BENCHMARK, record)
-            print(record, flush=True)
-
-
-def run_job(job: Job) -> None:
-    """A process's work."""
-    torch.cuda.set_device(job.device)
-    run_on_ranks(measure_in_turn, job.case.num_ranks, job)
-
-
-def run_at_once(cases: Sequence[Case], options: argparse.Namespace, book: Book) -> None:
-    """A process a case; the first that fails ends the others, which would wait for it."""
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for number, case in enumerate(cases):
-            job = Job(
-                case=case,
-                device=number % torch.cuda.device_count(),
-                rounds=options.rounds,
-                with_peer=not options.no_peer,
-                book=book,
-                turns=Turns(store=f"{folder}/turns", number=number, num=len(cases)),
-            )
-            processes.append(spawn.Process(target=run_job, args=(job,)))
-        for process in processes:
-            process.start()
-        running = {process.sentinel: process for process in processes}
-        while running:
-            for sentinel in wait([*running]):
-                ended = running.pop(sentinel)
-                ended.join()
-                if ended.exitcode:
-                    for other in running.values():
-                        other.terminate()
-    if any(process.exitcode for process in processes):
-        sys.exit("a case failed, as said above; those before it were measured")
-
-
-def main() -> None:
-    """See above."""
-    parser = make_parser(__doc__, CASES, ROUNDS)
-    parser.add_argument("--at-once", action="store_true", help="set up all cases at the same time")
-    options = parser.parse_args()
-    if options.at_once:
-        book = open_book(options.results, options.commit)
-        run_at_once([*map(parse_case, options.cases)], options, book)
-    else:
-        measure_cases(BENCHMARK, options, parse_case, measure)
-
-
 if __name__ == "__main__":
-    main()
+    arguments = make_parser(__doc__, CASES, ROUNDS).parse_args()
+    measure_cases("prefill", arguments, parse_case, measure)

@@ -14,7 +14,6 @@ programs-host-<device>.json.
 """
 
 import argparse
-import fcntl
 import json
 import multiprocessing
 import re
@@ -23,9 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -41,6 +39,7 @@ from bench.decode import meet
 from bench.ranks import TIMEOUT_S, run_on_ranks
 from bench.records import Record, add_book_options, open_book
 from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us, flops_per_us
+from bench.turns import Turns, tune_alone
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl_native import NativeNccl
@@ -64,8 +63,6 @@ CALLS = 16
 """Calls between two events."""
 HOST_CALLS = 50
 """Calls of which the host's time is the median."""
-LONGEST_WAIT = timedelta(minutes=10)
-"""Of a process for the others."""
 EPS = 1e-5
 GELU_TANH = "0.5 * a0 * (1.0 + tanh(0.7978845608028654 * (a0 + 0.044715 * a0 * a0 * a0)))"
 TOLERANCE = 0.06
@@ -442,50 +439,6 @@ def host_us(call: Call) -> float:
         times.append(time.perf_counter() - start)
     torch.cuda.synchronize()
     return 1e6 * statistics.median(times)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
-    """Processes on the same GPUs: once all have set up a step, one after the other is alone.
-
-    store: a file for all of them. number: this process's, of `num`.
-    """
-
-    store: str
-    number: int
-    num: int
-
-    @contextmanager
-    def take(self, step: int, comm: Communicator) -> Iterator[None]:
-        """This process's turn at a step, of all its ranks; each step begins with another one."""
-        if comm.rank == 0:
-            store = dist.FileStore(self.store, -1)
-            store.set(f"{step}: {self.number} is ready", "")
-            store.wait([f"{step}: {each} is ready" for each in range(self.num)], LONGEST_WAIT)
-            if (self.number - step) % self.num:
-                store.wait([f"{step}: {(self.number - 1) % self.num} is done"], LONGEST_WAIT)
-        comm.barrier()
-        yield
-        torch.cuda.synchronize()
-        comm.barrier()
-        if comm.rank == 0:
-            store.set(f"{step}: {self.number} is done", "")
-
-
-def tune_alone(path: Path) -> None:
-    """Torch times the kernels that it chooses from while no other process does."""
-    # brings dynamo, which takes seconds
-    from torch._inductor.runtime.benchmarking import benchmarker  # noqa: PLC0415
-
-    inner = benchmarker.benchmark_gpu
-
-    def benchmark_gpu(*args: object, **options: object) -> float:
-        with path.open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            found: float = inner(*args, **options)
-        return found
-
-    benchmarker.benchmark_gpu = benchmark_gpu
 
 
 def measure(

@@ -22,7 +22,6 @@ from bench.programs import (
     Case,
     Job,
     Model,
-    Turns,
     compiling,
     encoder,
     gated_mlp,
@@ -34,6 +33,7 @@ from bench.programs import (
     records,
     run_jobs,
 )
+from bench.turns import Turns
 from distmega.compiled import CompiledProgram
 from distmega.hostir import SingleCommunicator
 from distmega.hostir.library.torch_types import torch_dtype

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import tables
-from bench.cases import make_parser, measure_cases, read_case
+from bench.cases import Ready, make_parser, measure_cases, read_case
 from bench.records import RESULTS, UNKNOWN, Book, Record, open_book, read_records, write_records
 from distmega.hostir.comm.communicator import Communicator
 from tests.repo.source import ROOT
@@ -148,7 +148,10 @@ class OneRank:
 def test_cases_are_measured_and_written_as_they_come(tmp_path: Path, monkeypatch, capsys):
     asked = []
 
-    def measure(case: OneRank, comm: Communicator, rounds: int, with_peer: bool) -> Record:
+    def measure(
+        case: OneRank, comm: Communicator, rounds: int, with_peer: bool, ready: Ready
+    ) -> Record:
+        ready()
         asked.append((case.text, comm.mesh.num_ranks, rounds, with_peer))
         return record(case.text, 2.0, {})
 

@@ -1,4 +1,4 @@
-"""bench.prefill --at-once: cases are set up together and timed one after the other."""
+"""--at-once of benchmarks: cases are set up together and timed one after the other."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import prefill
-from bench.prefill import BENCHMARK, Case, Job, measure_in_turn, parse_case
-from bench.programs import Turns
+from bench.cases import Job, measure_in_turn
+from bench.prefill import Case, parse_case
 from bench.records import Book, Record, read_records, result_name
+from bench.turns import Turns
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -19,7 +19,8 @@ CASES = tuple(parse_case(f"qwen3-8b prompt={n} batch=1") for n in (8, 16, 32))
 
 def test_records_are_written_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Threads in place of processes, which wait for each other's set-up."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
     set_up, together = list[str](), threading.Barrier(len(CASES))
 
     def measured(case: Case, comm: object, rounds: int, with_peer: bool, ready: object) -> Record:
@@ -34,15 +35,22 @@ def test_records_are_written_one_after_the_other(tmp_path: Path, monkeypatch: py
             case=case.text, device=device, num_gpus=1, ours_us=2.0, peers={}, floor_us=1.0
         )
 
-    monkeypatch.setattr(prefill, "measure", measured)
     book, store = Book(folder=tmp_path, commit="abc"), str(tmp_path / "turns")
 
     def work(number: int) -> None:
         turns = Turns(store=store, number=number, num=len(CASES))
-        job = Job(case=CASES[number], device=0, rounds=7, with_peer=False, book=book, turns=turns)
+        job = Job(
+            benchmark="prefill",
+            case=CASES[number],
+            measure=measured,
+            rounds=7,
+            with_peer=False,
+            book=book,
+            turns=turns,
+        )
         measure_in_turn(SingleCommunicator(DeviceMesh(tp=1)), job)
 
     with ThreadPoolExecutor(len(CASES)) as pool:
         list(pool.map(work, range(len(CASES))))
-    found = read_records(tmp_path / f"{result_name(BENCHMARK, 'NVIDIA H200')}.json")
+    found = read_records(tmp_path / f"{result_name('prefill', 'NVIDIA H200')}.json")
     assert [record.case for record in found] == [case.text for case in CASES]
