@@ -277,11 +277,18 @@ def measure(
     )
 
 
-def kept_rule(case: str, rule: RewriteRule, plan: GraphPlan) -> RewriteRule:
-    """The rule divided and launched by a plan, proven once more, named after the case."""
+def kept_rule(case: str, rule: RewriteRule, plan: GraphPlan, record: Record | None) -> RewriteRule:
+    """The rule divided and launched by a plan, proven once more, named after the case, with its
+    times of the record.
+    """
     launches = [(x.num_warps, x.stages, x.resident) for x in plan.launches]
     kept = divided_rule(rule, plan.graph, launches, H200)
-    return replace(kept, name=".".join(word.replace("=", "") for word in case.split()))
+    return replace(
+        kept,
+        name=".".join(word.replace("=", "") for word in case.split()),
+        library_us=min(record.peers.values()) if record else 0.0,
+        measured_us=record.ours_us if record else 0.0,
+    )
 
 
 def _captured(
@@ -324,7 +331,7 @@ def main() -> None:
     for case, plans in zip(arguments.cases, prepared, strict=True):
         rule, plan, record = measure(case, plans, peers=peers)
         if arguments.keep:
-            kept = kept_rule(case, rule, plan)
+            kept = kept_rule(case, rule, plan, record)
             others = read_rules(arguments.keep) if arguments.keep.exists() else []
             write_rules(
                 arguments.keep, [*(rule for rule in others if rule.name != kept.name), kept]

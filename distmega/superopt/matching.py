@@ -49,10 +49,14 @@ class Match:
 
     @property
     def saved_us(self) -> float:
-        """What the rule's kernels save on its machine, by the model that found them: pointwise ops
-        in a row count as one kernel, which they become without the rule.
+        """What the rule's kernels save on its machine, as measured, or by the model that found them
+        where nobody did: pointwise ops in a row count as one kernel, which they become without the
+        rule.
         """
-        return joined_us(self.rule, self.sizes, self.constants) - self.sized.graph_us
+        sized = self.sized
+        if sized.measured_us:
+            return sized.saved_us
+        return joined_us(self.rule, self.sizes, self.constants) - sized.graph_us
 
 
 @cache

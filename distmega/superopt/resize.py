@@ -78,6 +78,8 @@ def resized_rule(rule: RewriteRule, sizes: Sizes, constants: Constants = ()) -> 
         program_us=program_us(program, machine),
         graph_us=round(graph_us(graph, machine), 6),
         launches=(),
+        library_us=0.0,
+        measured_us=0.0,
     )
 
 

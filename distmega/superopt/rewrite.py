@@ -163,10 +163,12 @@ def explain_op(op: Op, rules: Mapping[str, RewriteRule]) -> str:
     assert isinstance(sizes, tuple), "as graph_op makes it"
     shown = " ".join(f"{axis}={extent}" for axis, extent in sizes)  # type: ignore[str-unpack, misc]
     known = "its own sizes" if rule == rules[rule.name] else shown
-    return (
-        f"op {op.name} is made by rule {rule.name} at {known}: {rule.graph_us:.1f} us predicted on "
-        f"{rule.machine}, {rule.program_us:.1f} by its ops"
-    )
+    made = f"op {op.name} is made by rule {rule.name} at {known}"
+    if rule.measured_us:
+        times = f"{rule.measured_us:.1f} us measured on {rule.machine}, {rule.library_us:.1f}"
+    else:
+        times = f"{rule.graph_us:.1f} us predicted on {rule.machine}, {rule.program_us:.1f}"
+    return f"{made}: {times} by its ops"
 
 
 def _tensor(name: str, dims: Dims, dtype: str, extents: Mapping[str, int], role: Role) -> Tensor:

@@ -195,6 +195,15 @@ def test_of_several_rules_the_one_that_saves_most_is_used(norm_rule: RewriteRule
     assert fused(program, better, measured) == ["measured"]
 
 
+def test_what_was_measured_decides_at_its_own_sizes(norm_rule: RewriteRule):
+    program, other = norm_linear(4, 256, 512, 1e-5), norm_linear(6, 256, 512, 1e-5)
+    slow = replace(norm_rule, name="slow", measured_us=3.0, library_us=2.0)
+    assert fused(program, slow) == []
+    assert fused(other, slow) == ["slow"]
+    fast = replace(slow, name="fast", graph_us=norm_rule.program_us + 1, measured_us=1.0)
+    assert fused(program, slow, fast) == ["fast"]
+
+
 def test_a_rule_of_the_programs_own_size_comes_before_one_of_another():
     program = read_case("rmsnorm_linear k=2048 n=128256")
     assert fused(program, *shipped_rules()) == ["rmsnorm_linear.k2048.n128256.rows1"]
