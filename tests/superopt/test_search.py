@@ -103,6 +103,23 @@ def test_attention_in_one_kernel_keeps_a_running_maximum():
     prove(program, running[0])
 
 
+def test_a_tensor_of_the_program_is_stored_in_its_type():
+    """With many rows a norm's result comes to tensor cores as the program has it."""
+    candidates = found(programs.norm_linear(rows=16, k=4096, n=4096))
+    apart = [c.graph for c in candidates if len(c.graph.kernels) == 2]
+    read = {
+        (tensor.role, tensor.dtype)
+        for graph in apart
+        for tensor in graph.tensors
+        if tensor.name in graph.kernels[1].ops[0].args
+        and graph.kernels[1].ops[0].kind == "contract"
+    }
+    assert ("temp", "bf16") in read
+    assert ("temp", "f32") not in read
+    alone = [c.time_us for c in candidates if len(c.graph.kernels) == 1]
+    assert candidates[0].time_us < min(alone)
+
+
 def test_gate_and_up_share_a_kernel():
     program = programs.gated()
     best = found(program)[0].graph

@@ -21,9 +21,12 @@ def assemble(
     roots: Mapping[str, int],
     graph: EGraph,
     schedule: KernelSchedule,
+    types: Mapping[int, str],
 ) -> UGraph:
-    """The graph. dims: axes of the program's tensors. roots: class of each output."""
-    return _Assembly(program, dims, roots, graph, schedule).build()
+    """The graph. dims: axes of the program's tensors. roots: class of each output. types: of
+    classes that are stored as the program stores them; others are f32.
+    """
+    return _Assembly(program, dims, roots, graph, schedule, types).build()
 
 
 class _Assembly:
@@ -36,8 +39,10 @@ class _Assembly:
         roots: Mapping[str, int],
         graph: EGraph,
         schedule: KernelSchedule,
+        types: Mapping[int, str],
     ) -> None:
         self._program, self._dims, self._graph, self._schedule = program, dims, graph, schedule
+        self._types = types
         self._extents = dict(schedule.extents)
         taken = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
         self._names = {graph.find(number): name for name, number in roots.items()}
@@ -72,7 +77,7 @@ class _Assembly:
                 name = self._names[number]
                 is_output = name in self._program.outputs
                 dims = self._dims[name] if is_output else tuple((a,) for a in self._order(number))
-                dtype = known[name].dtype if is_output else "f32"
+                dtype = known[name].dtype if is_output else self._types.get(number, "f32")
                 tensors.append(GraphTensor(name=name, dtype=dtype, dims=dims, role="temp"))
         kernels = [self._kernel(n, k) for n, k in enumerate(self._schedule.kernels)]
         made = {op.joined for kernel in kernels for op in kernel.ops if op.joined}

@@ -82,17 +82,18 @@ class KernelSchedule:
 
 @dataclass(slots=True)
 class Scheduler:
-    """Finds kernels for recipes over one e-graph. leaf_bytes: item size by class of an input.
-    least_us: what one launch takes at least; each further one takes its own time more. outer: axes
-    that count the parts of a divided one.
+    """Finds kernels for recipes over one e-graph. types: of classes that the program has in memory,
+    in which they are stored; others are stored in f32. split_cost: instructions an element of a
+    product's operand that no 16-bit type holds. least_us: what one launch takes at least; each
+    further one takes its own time more. outer: axes that count the parts of a divided one.
     """
 
     graph: EGraph
     machine: DeviceRates
     limits: SearchLimits
     roots: tuple[int, ...]
-    output_bytes: int
-    leaf_bytes: Mapping[int, int]
+    types: Mapping[int, str]
+    split_cost: float
     least_us: float
     outer: frozenset[str]
     _known: dict[object, KernelPlan | None] = field(default_factory=dict)
@@ -105,8 +106,10 @@ class Scheduler:
             self._axes[number] = self.graph.axes(number)
         return self._axes[number]
 
-    def schedule(self, recipe: Recipe, extents: Mapping[str, int]) -> KernelSchedule | None:
-        """The fastest schedule of a recipe; None if no block's shared memory would do."""
+    def schedules(self, recipe: Recipe, extents: Mapping[str, int]) -> list[KernelSchedule]:
+        """That of a recipe in one kernel, and the fastest one where that is in more; those whose
+        blocks' shared memory would do.
+        """
         steps = recipe.steps
         sizes = self._sizes(steps, extents)
         whole = self._cut((steps,), sizes)
@@ -120,7 +123,7 @@ class Scheduler:
                     limit = found.time_us if found else math.inf
                     cut = self._cut(_divide(steps, picked), sizes, limit)
                     found = cut if cut and cut.time_us < limit - 1e-9 else found
-        return found
+        return [one for one in dict.fromkeys((whole, found)) if one]
 
     def schedule_apart(
         self, recipe: Recipe, extents: Mapping[str, int], found: KernelSchedule
@@ -263,9 +266,7 @@ class Scheduler:
         return self._grids[key]
 
     def _bytes(self, number: int) -> int:
-        if number in self.leaf_bytes:
-            return self.leaf_bytes[number]
-        return self.output_bytes if number in self.roots else item_bytes("f32")
+        return item_bytes(self.types.get(number, "f32"))
 
     def _shared(
         self, steps: Sequence[Step], loads: Sequence[int], tiles: "_Tiles", loop: str | None
@@ -288,11 +289,15 @@ class Scheduler:
     def _arithmetic(self, steps: Sequence[Step], tiles: "_Tiles") -> tuple[Array, Array]:
         """Multiply-adds that tensor cores do, and instructions of all else, of one block."""
         products, functions = tiles.none, tiles.none
+        made = {number for number, _ in steps}
         for number, choice in steps:
             if choice.kind == "contract":
                 elements = tiles.of(self.axes(number) | set(choice.data))
                 if are_matrices(*(self.axes(arg) for arg in choice.args)):
                     products = products + elements
+                    for arg in choice.args:
+                        if arg in made or self._bytes(arg) > 2:
+                            functions = functions + self.split_cost * tiles.of(self.axes(arg))
                 else:
                     functions = functions + VECTOR_COST * elements
             elif choice.kind == "map":

@@ -16,7 +16,13 @@ from distmega.program.dtypes import item_bytes
 from distmega.program.types import Program
 from distmega.sharding.search.cost import DeviceRates
 from distmega.superopt.graph.axes import Axes, find_axes
-from distmega.superopt.graph.cost import least_us, num_functions
+from distmega.superopt.graph.cost import (
+    SPLIT_COST,
+    are_halves,
+    are_matrices,
+    least_us,
+    num_functions,
+)
 from distmega.superopt.graph.named import Dims
 from distmega.superopt.graph.ugraph import UGraph
 from distmega.superopt.search.assemble import assemble
@@ -28,6 +34,7 @@ from distmega.superopt.search.terms import (
     Term,
     input_of,
     lower_program,
+    lower_tensors,
     split_axis,
     without_alternatives,
 )
@@ -80,11 +87,13 @@ class Search:
     num_scheduled: int = 0
     _axes: Axes = field(init=False)
     _terms: dict[str, Term] = field(init=False)
+    _values: dict[str, Term] = field(init=False)
     _best: dict[str, "_Ranked"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._axes = find_axes(self.program)
         self._terms = lower_program(self.program, self._axes)
+        self._values = lower_tensors(self.program, self._axes)
         for name, term in self._terms.items():
             if term.op in ("input", "const"):
                 raise ProgramError(
@@ -126,7 +135,10 @@ class Search:
         return made
 
     def _graph(self, found: "_Found") -> UGraph:
-        return assemble(self.program, found.dims, found.roots, found.egraph, found.schedule)
+        return assemble(
+            self.program, found.dims, found.roots, found.egraph, found.schedule,
+            found.scheduler.types,
+        )  # fmt: skip
 
     def _divisible(self) -> list[str]:
         """Reduced axes that are long enough to be divided."""
@@ -149,11 +161,8 @@ class Search:
 
     def _search(self, axis: str, names: Mapping[str, tuple[str, str]]) -> Iterator[Progress]:
         egraph = EGraph(MAX_NODES)
-        roots: dict[str, int] = {}
-        for name, term in self._terms.items():
-            for old, parts in names.items():
-                term = split_axis(without_alternatives(term), old, parts)
-            roots[name] = egraph.add_term(term)
+        roots = {name: self._add(egraph, term, names) for name, term in self._terms.items()}
+        values = {name: self._add(egraph, term, names) for name, term in self._values.items()}
         saturate(egraph)
         roots = {name: egraph.find(number) for name, number in roots.items()}
         if len(set(roots.values())) < len(roots):
@@ -175,26 +184,41 @@ class Search:
         yield self._progress(axis, egraph)
         scheduler = Scheduler(
             egraph, self.machine, self.limits, tuple(roots.values()),
-            max(item_bytes(t.dtype) for t in self.program.tensors if t.name in roots),
-            self._leaf_bytes(egraph), least_us(self.program, self.machine),
+            self._types(egraph, values), SPLIT_COST if self._are_halves() else 0.0,
+            least_us(self.program, self.machine),
             frozenset(outer for outer, _ in names.values()),
         )  # fmt: skip
         for number, recipe in enumerate(recipes):
             for extents in sizes:
-                schedule = scheduler.schedule(recipe, extents)
-                if schedule:
+                for schedule in scheduler.schedules(recipe, extents):
                     self._note(_Found(egraph, roots, dims, scheduler, recipe, extents, schedule))
             self.num_scheduled += 1
             if number % 16 == 15:
                 yield self._progress(axis, egraph)
         yield self._progress(axis, egraph)
 
-    def _leaf_bytes(self, egraph: EGraph) -> dict[int, int]:
-        tensors, found = self.program.tensor_map(), {}
-        for number in egraph.classes():
-            for op, data, _ in egraph.nodes(number):
-                if op == "input":
-                    found[number] = item_bytes(tensors[input_of(data)[0]].dtype)
+    def _add(self, egraph: EGraph, term: Term, names: Mapping[str, tuple[str, str]]) -> int:
+        for old, parts in names.items():
+            term = split_axis(without_alternatives(term), old, parts)
+        return egraph.add_term(term)
+
+    def _are_halves(self) -> bool:
+        outputs = self.program.outputs
+        own = (t.dtype for t in self.program.tensors if t.role != "temp" or t.name in outputs)
+        return are_halves(own)
+
+    def _types(self, egraph: EGraph, values: Mapping[str, int]) -> dict[int, str]:
+        """Types of the classes that the program itself has in memory; the widest of several."""
+        known = self.program.tensor_map()
+        found = {
+            number: known[input_of(data)[0]].dtype
+            for number in egraph.classes()
+            for op, data, _ in egraph.nodes(number)
+            if op == "input"
+        }
+        for name, value in values.items():
+            number, dtype = egraph.find(value), known[name].dtype
+            found[number] = max(found.get(number, dtype), dtype, key=item_bytes)
         return found
 
     def _progress(self, axis: str, egraph: EGraph) -> Progress:
@@ -240,7 +264,10 @@ class Search:
         return next(generator.recipes(max_ops), None) is not None
 
     def _note(self, found: "_Found") -> None:
-        structure = f"{structure_of(found.recipe)} in {len(found.schedule.kernels)} kernels"
+        structure = (
+            f"{structure_of(found.recipe)} in {len(found.schedule.kernels)} kernels, "
+            f"{num_products(found.recipe, found.egraph)} by tensor cores"
+        )
         known = self._best.get(structure)
         time = round(found.schedule.time_us, 6)
         if known is None or time < known[0]:
@@ -273,6 +300,14 @@ def structure_of(recipe: Recipe) -> str:
     )
     maps = sum(choice.kind == "map" for _, choice in recipe.steps)
     return " ".join([*words, f"{maps} maps"])
+
+
+def num_products(recipe: Recipe, egraph: EGraph) -> int:
+    """Contractions whose operands both have rows of their own."""
+    return sum(
+        choice.kind == "contract" and are_matrices(*map(egraph.axes, choice.args))
+        for _, choice in recipe.steps
+    )
 
 
 def work_of_recipe(recipe: Recipe, egraph: EGraph, sizes: Mapping[str, int]) -> float:

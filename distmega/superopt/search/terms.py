@@ -88,6 +88,12 @@ def without_alternatives(term: Term) -> Term:
 
 def lower_program(program: Program, axes: Axes) -> dict[str, Term]:
     """The term of each output."""
+    values = lower_tensors(program, axes)
+    return {name: values[name] for name in program.outputs}
+
+
+def lower_tensors(program: Program, axes: Axes) -> dict[str, Term]:
+    """The term of each tensor that an op writes."""
     values: dict[str, Term] = {}
     temps = {tensor.name for tensor in program.with_role("temp")}
     for op in program.ops:
@@ -98,7 +104,7 @@ def lower_program(program: Program, axes: Axes) -> dict[str, Term]:
             for access, dims in zip(op.reads, axes.reads[op.name], strict=True)
         ]
         values[op.writes[0].tensor] = _lower(op, reads, axes.ops[op.name])
-    return {name: values[name] for name in program.outputs}
+    return values
 
 
 def _lower(op: Op, reads: list[Term], local: Mapping[str, tuple[str, ...]]) -> Term:
