@@ -16,6 +16,7 @@ from itertools import product
 from distmega.errors import UnsupportedError, VerifyError
 from distmega.kernels.machines import MACHINES
 from distmega.kernels.ugraphs.source import LAZY_ELEMENTS, GraphLaunch, graph_source
+from distmega.kernels.ugraphs.values import HALVES, padded_sizes
 from distmega.program.dtypes import item_bytes
 from distmega.sharding.search.cost import DEVICES, Machine
 from distmega.superopt.chains import joined_program
@@ -38,7 +39,6 @@ from distmega.superopt.graph.ugraph import (
     is_accumulator,
     joint_extents,
     rescalings,
-    tile_extents,
 )
 from distmega.superopt.rules import RewriteRule
 
@@ -104,7 +104,7 @@ LOOPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WARPS = (4, 8)
 MANY_WARPS = 16
 """Besides, of a kernel that leaves SMs free: what a thread adds up one by one gets shorter."""
-STAGES = (2, 3, 5)
+STAGES = (2, 3, 4, 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ def _parts_of(extent: int) -> list[int]:
 
 def _launched(graph: UGraph, kernel: Kernel, machine: Machine) -> Iterator[Shape]:
     block = _Block(graph, kernel)
-    early = starts_early(kernel, machine)
+    early = leaves_sms(kernel, machine)
     for warps in (*WARPS, MANY_WARPS) if early else WARPS:
         if block.largest > THREAD_ELEMENTS * 32 * warps:
             continue
@@ -197,13 +197,20 @@ def _launched(graph: UGraph, kernel: Kernel, machine: Machine) -> Iterator[Shape
                 yield Shape(kernel=kernel, launch=launch, time_us=time)
 
 
-def starts_early(kernel: Kernel, machine: Machine) -> bool:
-    """Whether a kernel leaves SMs free for the next one's blocks, which start early then. Where it
-    doesn't, they would crowd onto the SMs that are done first and wait there for nothing: measured,
-    that costs a kernel over 33 MB of weights 1 to 3 us of 12; one of a single block gains 1 us of
-    2.4. Blocks that read what is constant meanwhile gain (GraphLaunch.eager).
-    """
+def leaves_sms(kernel: Kernel, machine: Machine) -> bool:
+    """Whether a kernel leaves SMs free for the next one's blocks."""
     return 2 * kernel.num_blocks <= machine.num_sms
+
+
+def early_kernels(kernels: Sequence[Kernel], machine: Machine) -> list[bool]:
+    """Which kernels start while the one before runs: those that leave SMs free, and those behind
+    one that does, whose blocks find an SM each. Elsewhere they would crowd onto the SMs that are
+    done first and wait there for nothing: measured, that costs a kernel over 33 MB of weights 1 to
+    3 us of 12; one of a single block gains 1 us of 2.4. Blocks that read what is constant meanwhile
+    gain (GraphLaunch.eager).
+    """
+    small = [leaves_sms(kernel, machine) for kernel in kernels]
+    return [mine or before for mine, before in zip(small, [False, *small], strict=False)]
 
 
 class _Block:
@@ -213,8 +220,7 @@ class _Block:
         self.kernel = kernel
         extents, tensors = joint_extents(graph), graph.tensor_map()
         self.extents = extents
-        tiles = tile_extents(kernel, extents)
-        self.tiles = {axis: 1 << (size - 1).bit_length() for axis, size in tiles.items()}
+        self.tiles = padded_sizes(graph, kernel)
         self.axes = {load.name: tuple(a for d in load.dims for a in d) for load in kernel.loads}
         self.axes |= {op.name: op.axes for op in kernel.ops}
         self.rounds = kernel.loop[1] if kernel.loop else 1
@@ -233,7 +239,7 @@ class _Block:
                 self.resting += size
             if all(dim < 0 for dim in load.imap):
                 self.common += size
-        self._loaded = {load.name for load in kernel.loads}
+        self._halves = {x.name for x in kernel.loads if tensors[x.tensor].dtype in HALVES}
         names = {x.tensor for x in kernel.loads} | {s.name for s in kernel.stores}
         self.memory = sum(
             math.prod(extents[a] for a in tensors[n].axes) * item_bytes(tensors[n].dtype)
@@ -275,7 +281,7 @@ class _Block:
         rounds = self.rounds if op.stage == "body" else 1
         read = LOAD_INSTRUCTIONS * sum(self.of(self.axes[arg]) for arg in op.args)
         if self._is_product(op):
-            split = sum(self.of(self.axes[arg]) for arg in op.args if arg not in self._loaded)
+            split = sum(self.of(self.axes[arg]) for arg in op.args if arg not in self._halves)
             multiplied = self.of({*op.axes, *op.reduced}) / 8
             return rounds * (read + SPLIT_INSTRUCTIONS * split + multiplied)
         if op.kind == "map":
@@ -296,24 +302,38 @@ class _Block:
             beside = int(min(beside, SHARED_BYTES // (shared + 4096)))
         rate = machine.memory_bandwidth_bytes_per_us / machine.num_sms
         block = rounds * self.moving + self.resting
-        under_way = beside * (max(launch.stages - 1, 1) * self.moving if rounds > 1 else block)
         whole = self.memory * each / kernel.num_blocks
         limits = (
-            whole / rate, each * block / (CACHE_RATE * rate), each * block * LATENCY_US / under_way
-        )  # fmt: skip
+            whole / rate,
+            each * block / (CACHE_RATE * rate),
+            self.waits_us(launch, each, beside, rate),
+        )
         moved = math.pow(sum(limit**SHARPNESS for limit in limits), 1 / SHARPNESS)
         computed = each * self.instructions / LANES_PER_US
         turns = -(-each // beside)
         barriers = turns * rounds * ROUND_US * (1 + self._num_reductions(launch))
         gaps = turns if beside == 1 else 1  # else another block loads meanwhile
         ends = gaps * LATENCY_US / 2 + self._chain_us(launch)
-        early = replace(launch, constant=self.weights).starts_early(kernel)
-        start = START_US - (EARLY_US if early else 0.0)
+        start = START_US - (EARLY_US if self.starts_early(launch) else 0.0)
         if rounds > 1:
             start += LATENCY_US
             late = self.least_moving < LEAST_COPY * 32 * launch.num_warps
             ends += turns * rounds * STALL_US if late else 0.0
         return start + max(moved, computed, barriers) + ends
+
+    def waits_us(self, launch: GraphLaunch, each: int, beside: int, rate: float) -> float:
+        """What an SM waits for loads, as many at a time as are under way. With two stages an
+        iteration's loads start when those of the one before are there, so that memory rests
+        meanwhile: measured, an MLP of 64 rows took 29 us so, where its bytes take 16.
+        """
+        if self.rounds == 1:
+            return each * LATENCY_US / beside
+        under_way = beside * max(launch.stages - 1, 1)
+        return each * self.rounds * (LATENCY_US + self.moving / rate) / under_way
+
+    def starts_early(self, launch: GraphLaunch) -> bool:
+        """Whether blocks start early where nothing writes the weights."""
+        return replace(launch, constant=self.weights).starts_early(self.kernel)
 
     def residents(self, warps: int, machine: Machine) -> list[int]:
         """How many blocks may take all in turn: as many on each SM as fit its registers with two
@@ -371,12 +391,6 @@ class _Block:
         return found
 
 
-def shaped(graph: UGraph, shapes: Sequence[Shape]) -> tuple[UGraph, tuple[GraphLaunch, ...]]:
-    """The graph with one shape of each kernel."""
-    made = with_kernels(graph, [shape.kernel for shape in shapes], 2**40)
-    return made, tuple(shape.launch for shape in shapes)
-
-
 SPLITS = (4, 8, 16, 32, 64)
 LEAST_PART = 64
 """Parts of an axis that the graph divides, and elements of each at least."""
@@ -407,11 +421,13 @@ def rule_plan(rule: RewriteRule) -> GraphPlan:
         GraphLaunch(
             num_warps=warps,
             stages=stages,
-            early=resident > 0 or starts_early(kernel, machine),
+            early=resident > 0 or early,
             eager=True,
             resident=resident,
         )
-        for kernel, (warps, stages, resident) in zip(graph.kernels, rule.launches, strict=True)
+        for early, (warps, stages, resident) in zip(
+            early_kernels(graph.kernels, machine), rule.launches, strict=True
+        )
     )
     return GraphPlan(graph=graph, launches=launches, time_us=rule.graph_us)
 
@@ -433,11 +449,12 @@ LEAST_GAIN = 0.93
 
 @cache
 def pays(rule: RewriteRule) -> bool:
-    """Whether the rule's kernels are faster than library ops: those that were measured by the model
-    that found them, which knows a kernel at its best; others by this one, with room for its error.
+    """Whether the rule's kernels are faster than library ops: as measured; by the model that found
+    them, which knows a kernel at its best, where their launches alone were chosen by measuring;
+    others by this one, with room for its error.
     """
     if rule.launches:
-        return rule.graph_us < rule.program_us
+        return rule.saved_us > 0
     library_us = program_us(joined_program(rule.program), DEVICES[rule.machine])
     return has_plan(rule) and rule_plan(rule).time_us < LEAST_GAIN * library_us
 
@@ -456,14 +473,25 @@ def graph_plans(
         except UnsupportedError as error:
             problem = error
             continue
-        for picked in _fastest(shapes, count):
-            made, launches = shaped(variant, picked)
-            time = sum(shape.time_us for shape in picked)
-            plan = GraphPlan(graph=made, launches=launches, time_us=time)
-            found.append(plan)
+        found += [_shaped(variant, picked, machine) for picked in _fastest(shapes, count)]
     if not found and problem:
         raise problem
     return sorted(found, key=lambda plan: plan.time_us)[:count]
+
+
+def _shaped(graph: UGraph, shapes: Sequence[Shape], machine: Machine) -> GraphPlan:
+    """The graph with one shape of each kernel."""
+    kernels = [shape.kernel for shape in shapes]
+    launches, saved = [], 0.0
+    for shape, early in zip(shapes, early_kernels(kernels, machine), strict=True):
+        launches.append(replace(shape.launch, early=shape.launch.early or early))
+        known = _Block(graph, shape.kernel).starts_early
+        saved += EARLY_US * (known(launches[-1]) - known(shape.launch))
+    return GraphPlan(
+        graph=with_kernels(graph, kernels, 2**40),
+        launches=tuple(launches),
+        time_us=sum(shape.time_us for shape in shapes) - saved,
+    )
 
 
 def _variants(graph: UGraph) -> Iterator[UGraph]:

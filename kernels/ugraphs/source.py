@@ -16,13 +16,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distmega.errors import UnsupportedError
-from distmega.kernels.ugraphs.values import BlockLayout, BlockValue, Groups, Piece
+from distmega.kernels.ugraphs.values import (
+    HALVES,
+    LEAST_DOT,
+    BlockLayout,
+    BlockValue,
+    Groups,
+    Piece,
+    is_wide,
+    padded_sizes,
+)
 from distmega.program import expr
 from distmega.program.dtypes import item_bytes
 from distmega.superopt.graph.named import Dims
 from distmega.superopt.graph.ugraph import (
     BlockOp,
-    GraphTensor,
     Kernel,
     Load,
     Store,
@@ -45,9 +53,6 @@ from distmega.kernels.pipelined.pointwise.formula import binary, unary
 from distmega.kernels.ugraphs.device import prefetch
 '''
 
-LEAST_DOT = 16
-"""Elements along the reduced axes that tensor cores take at once."""
-
 LEAST_PREFETCH = 2048
 """Bytes of a block that are worth a hint."""
 
@@ -58,7 +63,6 @@ LOWEST = "-3.0e38"
 """What a maximum starts from: finite, so that differences of maxima are never nan."""
 
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
-DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16"}
 EXTREMES = {"max": ("tl.max", "tl.maximum", LOWEST), "min": ("tl.min", "tl.minimum", "3.0e38")}
 
 
@@ -121,7 +125,9 @@ class _Writer:
     def __init__(self, graph: UGraph, kernel: Kernel, launch: GraphLaunch) -> None:
         self.graph, self.kernel, self.launch = graph, kernel, launch
         self.extents = joint_extents(graph)
-        self.layout = BlockLayout(list(self.extents), tile_extents(kernel, self.extents))
+        self.layout = BlockLayout(
+            list(self.extents), tile_extents(kernel, self.extents), padded_sizes(graph, kernel)
+        )
         self.tensors = graph.tensor_map()
         self.arguments = {name: f"t{n}" for n, name in enumerate(kernel_tensors(kernel))}
         self.names = {op.name: f"v{n}" for n, op in enumerate(kernel.ops)}
@@ -130,12 +136,7 @@ class _Writer:
         self.indent = "    "
         self.late = rescalings(kernel)
         self.is_early = launch.starts_early(kernel)
-        self.is_wide = any(
-            t.dtype not in DTYPES for t in graph.tensors if t.role != "temp" or self._is_output(t)
-        )
-
-    def _is_output(self, tensor: GraphTensor) -> bool:
-        return tensor.name in self.graph.outputs
+        self.is_wide = is_wide(graph)
 
     def put(self, line: str) -> None:
         self.lines.append(self.indent + line)
@@ -314,7 +315,7 @@ class _Writer:
         shared = any(dim < 0 for dim in load.imap)
         policy = "evict_last" if shared else "evict_first"
         self.put(f'{name}{suffix} = tl.load({position}{mask}, eviction_policy="{policy}")')
-        exact = tensor.dtype if tensor.dtype in DTYPES else ""
+        exact = tensor.dtype if tensor.dtype in HALVES else ""
         self.values[load.name] = BlockValue((Piece(name, axes, exact, zeroed=True),))
 
     def position(self, tensor: str, dims: Dims, axes: Sequence[str]) -> str:

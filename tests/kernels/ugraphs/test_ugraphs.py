@@ -4,6 +4,7 @@ tensor cores and spill nothing; found graphs run as megakernels.
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,10 @@ import pytest
 from distmega.errors import UnsupportedError
 from distmega.kernels.machines import H200
 from distmega.kernels.ugraphs.geometry import (
+    LATENCY_US,
     GraphPlan,
+    _Block,
+    early_kernels,
     graph_plans,
     has_plan,
     pays,
@@ -22,11 +26,12 @@ from distmega.kernels.ugraphs.geometry import (
 )
 from distmega.kernels.ugraphs.runner import load_kernels
 from distmega.kernels.ugraphs.source import GraphLaunch, graph_source, kernel_tensors
+from distmega.superopt.graph.regrid import regrid_kernel
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.resize import resized_rule
 from distmega.superopt.rules import RewriteRule, shipped_rules
 from tests.kernels.sm90 import Machine, compile_kernel
-from tests.kernels.ugraphs.graphs import GRAPHS, TURNS
+from tests.kernels.ugraphs.graphs import GRAPHS, NORM_APART, TURNS
 
 TYPES = {"bf16": "*bf16", "f32": "*fp32"}
 
@@ -106,6 +111,40 @@ def test_every_form_compiles_for_blocks_that_start_early(text: str):
         assert before.count("cp.async.bulk.prefetch.L2") == text.count("prefetch(")
         assert "ld.global" not in before
         assert "prefetch" not in after
+
+
+def test_few_columns_are_padded_where_tensor_cores_read_rows_from_shared_memory():
+    """All tiles of keys and values are copied there ahead; none comes through registers."""
+    (code,) = compiled(rule_plan(rule("gqa_decode.ctx8192.heads32.kv8.dim128.rows16")))
+    assert "wgmma.mma_async" in code.ptx
+    assert "mma.sync" not in code.ptx
+    assert code.ptx.count("ld.global") == 1, "the queries"
+    assert code.stack_bytes == 0
+
+
+def test_a_kernel_behind_a_small_one_starts_early():
+    """Its blocks find an SM each, and bring their first tiles into the L2 cache meanwhile."""
+    graph = parse_graph(NORM_APART)
+    (plan,) = graph_plans(graph, H200, 1)
+    assert [launch.early for launch in plan.launches] == [True, True]
+    large = [replace(k, grid=(("n", 128),)) for k in graph.kernels]
+    assert early_kernels(large, H200) == [False, False]
+
+
+def test_two_stages_leave_memory_at_rest_between_iterations():
+    """An iteration's loads start when those of the one before are there."""
+    (found,) = [r for r in shipped_rules() if r.name == "gated_mlp.k4096.n11008.rows16"]
+    graph = parse_graph(resized_rule(found, (("m0", 64), ("k", 2048), ("n", 8192))).graph)
+    divided = regrid_kernel(graph, graph.kernels[0], (("n", 128),), 8)
+    block = _Block(graph, divided)
+    two, one = (GraphLaunch(num_warps=8, stages=n) for n in (2, 1))
+    rate = H200.memory_bandwidth_bytes_per_us / H200.num_sms
+    read = block.moving * divided.loop[1] / rate
+    assert block.waits_us(two, 1, 1, rate) == pytest.approx(read + 8 * LATENCY_US)
+    assert block.waits_us(one, 1, 1, rate) == block.waits_us(two, 1, 1, rate)
+    assert block.waits_us(replace(two, stages=3), 1, 1, rate) == pytest.approx(
+        block.waits_us(two, 1, 1, rate) / 2
+    )
 
 
 def test_eager_blocks_read_what_is_constant_before_they_wait():
@@ -262,7 +301,8 @@ def test_a_single_block_has_many_warps_by_the_model():
 
 
 @pytest.mark.parametrize(
-    "name", ["gqa_decode.ctx8192.heads32.kv8.dim128.rows1", "gated_mlp.k4096.n11008.rows16"]
+    "name",
+    ["qknorm_attention.ctx4096.heads32.dim128.rows1", "gated_mlp.k4096.n11008.rows16"],
 )
 def test_large_kernels_start_in_turn_and_spill_nothing(name: str):
     for code in compiled(rule_plan(rule(name))):
