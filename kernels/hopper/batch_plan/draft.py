@@ -196,7 +196,9 @@ class BatchDraft:
         for op in self.fused:
             if isinstance(op, FusedAttention) and self.attention:
                 cache = tensors[op.k_cache].shape
-                if cache[:-2] != (self.batch, self.attention.num_kv_heads):
+                own = self.batch, self.attention.num_kv_heads
+                forms = (own, own[1:]) if self.batch == 1 else (own,)  # one row may need no dim
+                if cache[:-2] not in forms:
                     found = f"{op.name!r} of {self.batch} tokens with caches {list(cache)}"
                     raise unfit(f"{found}, which is not one a token")
                 row_bytes = self.attention.head_dim * ITEM_BYTES

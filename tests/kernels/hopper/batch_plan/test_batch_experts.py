@@ -78,6 +78,22 @@ def test_a_decode_step_of_experts_is_one_launch(batch: int, num_ranks: int):
     assert {one.num_rows * num_ranks for one in choices} == {2 * 768}
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_decode_step_of_whole_experts_a_rank_is_one_launch(batch: int):
+    """By the kernel of several rows, whose caches need no dim for one sequence."""
+    config = replace(PRESETS["qwen3-30b-a3b"], num_layers=2, vocab=4096)
+    options = EngineOptions(max_context=256, batch=batch, experts="expert")
+    plan = plan_decode(config, DeviceMesh(tp=2), H200, options, "none")
+    lowered = lower_decode(config, plan, options, peer_memory=True)
+    nodes = Counter(type(node) for node in walk_nodes(lowered.host.body))
+    assert nodes[LaunchMegakernel] == 1
+    assert not nodes[LibraryOp]
+    (segment,) = lowered.host.segments
+    for rank in range(2):
+        queues = build_batch_queues(segment, lowered.weights, lowered.states, 132, rank)
+        assert queues.max_hits == min(64, 8 * batch)
+
+
 @pytest.mark.parametrize("num_sms", [5, 132])
 def test_every_unit_of_experts_that_are_hit_is_one_sms(num_sms: int):
     """However many they are, and no SM has more than one pair of units above another."""
