@@ -100,9 +100,10 @@ class CompiledProgram:
         replay: False to run node by node in each call. warm: captures now, with weights, states and
         inputs of its own, all zero, which `tensors` gives and `load` fills. megakernel: True for
         one persistent kernel a rank, which holds weights and states in memory of its own: weights
-        are copied there when they are bound; False for library ops; "auto" for a kernel on Hopper
-        GPUs where one can do the whole program. A program with states needs `warm` for it.
-        UnsupportedError, with True, names what no kernel does. rules: of superopt.rules.read_rules,
+        are copied there when they are bound, states in each call and back, but for a program that
+        is `warm`, whose states lie there; False for library ops; "auto" for a kernel on Hopper GPUs
+        where one can do the whole program and has its states, if there are any. UnsupportedError,
+        with True, names what no kernel does. rules: of superopt.rules.read_rules,
         by which ops are replaced: in a megakernel by others that it does faster, or at all, else by
         kernels of the rules' own; by default the shipped ones on GPUs, none on CPUs.
         """
@@ -139,12 +140,18 @@ class CompiledProgram:
         prove_once(self.host)
         kernel = open_whole(self._whole, comm, self.device) if self._whole else None
         self._kernel = kernel
-        self._held: Mapping[str, Tensor] = kernel.tensors if kernel else {}
+        states = {tensor.name for tensor in local.program.with_role("state")}
+        self._copied_states = states if kernel and not warm else set()
+        self._held: Mapping[str, Tensor] = (
+            {n: x for n, x in kernel.tensors.items() if n not in self._copied_states}
+            if kernel
+            else {}
+        )
         self._domains, self._at = local.allocations, plan.mesh.coordinate(comm.rank)
         self._evaluator = Evaluator(
             self.host,
             comm,
-            {self.host.segments[0].name: kernel.runner} if kernel else {},
+            {self.host.segments[0].name: kernel.with_copied(self._copied_states)} if kernel else {},
             device,
             ops=KernelOps(masked=on_gpu, rules=self._rules) if on_gpu or self._rules else None,
             matmuls=PeerMatmuls(comm) if isinstance(comm, NcclCommunicator) else None,
@@ -243,14 +250,12 @@ class CompiledProgram:
             return None, "megakernel=False"
         if megakernel == "auto" and self.device.type != "cuda":
             return None, "a CPU"
-        if not warm and any(tensor.role == "state" for tensor in local.program.tensors):
+        if megakernel == "auto" and not warm and local.program.with_role("state"):
             problem = UnsupportedError(
-                "states in memory of the caller",
+                "states in memory of the caller, which a kernel would copy in each call",
                 expected="a program compiled with warm=True, which has its own",
                 remedy="compile with warm=True, and fill states by load()",
             )
-            if megakernel is True:
-                raise problem
             return None, str(problem)
         try:
             plan = on_all_ranks(
@@ -323,6 +328,8 @@ class CompiledProgram:
         lines = [self.plan.explain(), explain_host(self.host, self.plan.machine), replaying]
         if self._whole:
             lines.append(f"one megakernel a rank of {self._whole.num_tasks} tasks")
+            if self._copied_states:
+                lines.append("states are copied to it and back in each call; not with warm=True")
         else:
             lines.append(f"no megakernel: {self._no_kernel}")
         lines += [f"by peer memory: {choice}" for choice in self._pairs]

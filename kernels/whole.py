@@ -7,7 +7,7 @@ interpreter (cpu/runner.py). Used by distmega/compiled.py.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from distmega.hostir.ir.nodes import (
 )
 from distmega.hostir.lower.lower import KERNEL_KINDS, REACHING_ALL, Localized, lower_program
 from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.run.evaluator import KernelRunner
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.plan.weight_order import order_weights
@@ -85,11 +86,39 @@ class WholePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedStates:
+    """A runner whose states stay with its caller: a launch begins by copying them to where the
+    kernel has them, `states`, and ends by copying them back.
+    """
+
+    runner: KernelRunner
+    states: Mapping[str, Tensor]
+
+    @property
+    def replays(self) -> bool:
+        return self.runner.replays
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> None:
+        """As that of the runner."""
+        for name, state in self.states.items():
+            state.copy_(tensors[name])
+        self.runner.launch({**tensors, **self.states})
+        for name, state in self.states.items():
+            tensors[name].copy_(state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WholeKernel:
     """A launch bound to memory. tensors: weights and states by name, where the kernel has them."""
 
     runner: SteppingRunner | CpuMegakernel
     tensors: Mapping[str, Tensor]
+
+    def with_copied(self, states: Collection[str]) -> CopiedStates:
+        """The runner for a caller who keeps these states."""
+        return CopiedStates(
+            runner=self.runner, states={name: self.tensors[name] for name in states}
+        )
 
     def raise_hang(self) -> None:
         """HangError if a wait of an earlier launch has expired on the GPU; costs nothing."""

@@ -56,7 +56,8 @@ class KernelRunner(Protocol):
     that changes in device memory, so that it may stand in a CUDA graph.
     """
 
-    replays: bool
+    @property
+    def replays(self) -> bool: ...
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """Runs once. Tensors by their names in the segment; outputs are allocated, states updated

@@ -75,9 +75,34 @@ def test_weights_are_copied_when_they_are_bound():
     assert torch.equal(other, parts["x"])
 
 
+def test_states_of_the_caller_are_updated_where_they_are():
+    step = compiled(counting(), megakernel=True)
+    assert (step.stats.num_megakernels, step.stats.num_library_ops) == (1, 0)
+    assert "states are copied to it and back" in step.explain()
+    total = torch.full((4,), 3.0)
+    for number in range(1, 4):
+        (out,) = step({"x": torch.ones(4), "total": total}).values()
+        assert torch.equal(total, torch.full((4,), 3.0 + number))
+        assert torch.equal(out, 2 * total)
+    total.zero_()
+    other = torch.ones(4)
+    step({"x": torch.ones(4)})
+    step({"x": torch.ones(4), "total": other})
+    assert (total.tolist(), other.tolist()) == ([1.0] * 4, [2.0] * 4)
+
+
+def test_a_state_that_leaves_is_that_of_the_caller():
+    p = ProgramBuilder("leaves")
+    total, x = p.state("total", (4,)), p.input("x", (4,))
+    p.set(p.pointwise("a0 + a1", total, x), total)
+    step = compiled(p.build(total), megakernel=True)
+    given = torch.ones(4)
+    (out,) = step({"x": torch.ones(4), "total": given}).values()
+    assert out is given
+    assert torch.equal(given, torch.full((4,), 2.0))
+
+
 def test_states_are_those_of_the_program():
-    with pytest.raises(UnsupportedError, match="warm=True"):
-        compiled(counting(), megakernel=True)
     step = compiled(counting(), megakernel=True, warm=True)
     step.load({"total": torch.ones(4)})
     for number in range(1, 4):
