@@ -153,7 +153,11 @@ class CompiledProgram:
             comm,
             {self.host.segments[0].name: kernel.with_copied(self._copied_states)} if kernel else {},
             device,
-            ops=KernelOps(masked=on_gpu, rules=self._rules) if on_gpu or self._rules else None,
+            ops=(
+                KernelOps(masked=on_gpu, rules=self._rules, device=self.device)
+                if on_gpu or self._rules
+                else None
+            ),
             matmuls=PeerMatmuls(comm) if isinstance(comm, NcclCommunicator) else None,
         )
         self._bound: dict[str, Tensor] = {}

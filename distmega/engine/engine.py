@@ -592,7 +592,7 @@ class Engine:
         ops = None
         if self.device.type == "cuda":
             rules, groups = self.decode_plan.staged.rules, self._expert_tiles
-            ops = KernelOps(masked=masked, rules=rules, groups=groups)
+            ops = KernelOps(masked=masked, rules=rules, groups=groups, device=self.device)
         matmuls = PeerMatmuls(self.comm) if isinstance(self.comm, NcclCommunicator) else None
         return Evaluator(host, self.comm, kernels, str(self.device), ops=ops, matmuls=matmuls)
 

@@ -11,6 +11,7 @@ evaluator.py.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -25,6 +26,7 @@ from distmega.hostir.library.norms import compile_norm, normalise
 from distmega.hostir.library.opaque import compile_opaque
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
 from distmega.hostir.library.torch_types import operand_dtype, widen
+from distmega.program import types as program
 from distmega.program.kinds import Coordinate, kind_of, kinds
 from distmega.program.ops.axis_views import (
     access_axes,
@@ -366,11 +368,16 @@ def reads_host(op: Op) -> str:
     return f"the host reads {what}" if what and not in_order else ""
 
 
+NO_TENSORS: Mapping[str, program.Tensor] = MappingProxyType({})
+
+
 class DeviceOps(Protocol):
     """How a device does library ops."""
 
-    def reads_host(self, op: Op) -> str:
-        """As the function of that name, the way this device does the op."""
+    def reads_host(self, op: Op, tensors: Mapping[str, program.Tensor] = NO_TENSORS) -> str:
+        """As the function of that name, the way this device does the op; tensors: of the program,
+        where they are known.
+        """
         ...
 
     def compile(self, op: Op, coordinate: Coordinate) -> OpFunction:
@@ -381,7 +388,7 @@ class DeviceOps(Protocol):
 class TorchOps:
     """All by torch."""
 
-    def reads_host(self, op: Op) -> str:
+    def reads_host(self, op: Op, tensors: Mapping[str, program.Tensor] = NO_TENSORS) -> str:
         return reads_host(op)
 
     def compile(self, op: Op, coordinate: Coordinate) -> OpFunction:

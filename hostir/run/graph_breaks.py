@@ -36,9 +36,10 @@ def graph_breaks(
     """
     if device.type != "cuda":
         yield f"its tensors are on the {device.type.upper()}, which has no graphs"
+    tensors = host.buffer_map()
     for node in walk_nodes(host.body):
         match node:
-            case LibraryOp(op=op) if reason := ops.reads_host(op):
+            case LibraryOp(op=op) if reason := ops.reads_host(op, tensors):
                 yield f"op {op.name!r} ({op.kind}): {reason}"
             case Signal() | WaitSignal() if not signals_on_device:
                 yield f"{print_node(node)!r}: the host sends it"

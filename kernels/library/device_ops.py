@@ -6,15 +6,18 @@ Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluato
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Literal
+
+import torch
 
 from distmega.hostir.library.experts import compile_grouped_linear
 from distmega.hostir.library.heads import compile_heads
 from distmega.hostir.library.matmuls import compile_mixed
 from distmega.hostir.library.norms import compile_norm
 from distmega.hostir.library.ops import (
+    NO_TENSORS,
     attends_in_order,
     compile_masked_attention,
     compile_op,
@@ -26,21 +29,25 @@ from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
 from distmega.hostir.passes.fuse_heads import FUSED
 from distmega.kernels.gemm.api import matmul
 from distmega.kernels.library import late
+from distmega.kernels.library.limits import (
+    GROUP_ALIGNED,
+    GROUP_DTYPES,
+    PACKED_ALIGNED,
+    PACKED_DIM,
+    PACKED_DTYPES,
+    has_tiles,
+)
 from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
 from distmega.kernels.pipelined.pointwise.exprs import MAX_INPUTS
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.ugraphs.ops import compile_graph
 from distmega.program.kinds import kind_of
-from distmega.program.types import Op, grouped_index
+from distmega.program.types import Op, Tensor, grouped_index
 from distmega.superopt.rewrite import FUSED_GRAPH
 from distmega.superopt.rules import RewriteRule
 
 Groups = Literal["torch", "auto", "static", "drained"]
 """Products of groups of rows: by torch, or by grouped_products.py with that schedule."""
-
-GROUP_ALIGNED = 8
-"""Rows of operands of grouped_products.py are multiples of this long, so that TMA takes them
-whatever their type."""
 
 
 class KernelOps:
@@ -52,31 +59,45 @@ class KernelOps:
         masked: bool = False,
         rules: Sequence[RewriteRule] = (),
         groups: Groups = "auto",
+        device: torch.device | None = None,
     ) -> None:
         """masked: attention reads whole caches under a mask, so that the host need not wait for
         positions and a graph can hold it; otherwise no more of a cache than is in use. rules: those
-        by which programs were lowered. groups: how products of groups of rows are done.
+        by which programs were lowered. groups: how products of groups of rows are done. device:
+        that of the ops, a GPU that all kernels run on unless told.
         """
         self.masked, self.groups = masked, groups
+        self._has_tiles = has_triton() and (device is None or has_tiles(device))
         self.rules = {rule.name: rule for rule in rules}
 
-    def reads_host(self, op: Op) -> str:
-        """As library.reads_host."""
+    def reads_host(self, op: Op, tensors: Mapping[str, Tensor] = NO_TENSORS) -> str:
+        """As library.reads_host; of tensors that are not known, as if the kernels took them."""
         if op.kind == "attention":
-            there = (_is_packed_uncapped(op) or _is_a_row_each(op)) and has_triton()
+            # one row each asks nothing of the host, by its kernel or, of other tensors, by torch
+            each = _is_a_row_each(op) and has_triton()
+            there = each or self._attends_packed(op, tensors)
             return "" if there or (self.masked and _is_plain(op)) else reads_host(op)
-        return "" if self._multiplies_groups(op) else reads_host(op)
+        return "" if self._multiplies_groups(op, tensors) else reads_host(op)
 
-    def _multiplies_groups(self, op: Op) -> bool:
+    def _multiplies_groups(self, op: Op, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the kernel of grouped_products.py does an op."""
-        grouped = self.groups != "torch" and op.kind == "grouped_linear" and has_triton()
-        return grouped and op.extents["k"] % GROUP_ALIGNED == 0
+        grouped = self.groups != "torch" and op.kind == "grouped_linear" and self._has_tiles
+        aligned = grouped and op.extents["k"] % GROUP_ALIGNED == 0
+        return aligned and _share_a_type(op, 2, tensors, GROUP_DTYPES)
+
+    def _attends_packed(self, op: Op, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether a kernel of packed_attention.py does an attention."""
+        if not self._has_tiles or not _is_packed_uncapped(op):
+            return False
+        dim = op.extents["d"]
+        fits = op.extents["e"] == dim <= PACKED_DIM and dim % PACKED_ALIGNED == 0
+        return fits and _share_a_type(op, 3, tensors, PACKED_DTYPES)
 
     def compile(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction:
         """As library.compile_op."""
         if op.kind == FUSED_GRAPH:
             return compile_graph(op, self.rules)
-        if self.groups != "torch" and self._multiplies_groups(op):
+        if self.groups != "torch" and self._multiplies_groups(op, NO_TENSORS):
             multiply = partial(late.grouped_linear, schedule=self.groups)
             return compile_grouped_linear(op, coordinate, multiply)
         if grouped_index(op) is not None:
@@ -95,7 +116,7 @@ class KernelOps:
             )
         if op.kind == FUSED and has_triton():
             return compile_heads(op, lambda *given: late.move_heads(*given))
-        if op.kind == "attention" and _is_packed_uncapped(op) and has_triton():
+        if op.kind == "attention" and self._attends_packed(op, NO_TENSORS):
             scale, window = number(op, "scale"), int(number(op, "window"))
             return lambda xs: (
                 late.attend_packed(xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], scale, window),
@@ -108,8 +129,14 @@ class KernelOps:
         return compile_op(op, coordinate)
 
 
+def _share_a_type(op: Op, num: int, tensors: Mapping[str, Tensor], dtypes: Collection[str]) -> bool:
+    """Whether the first operands of an op are of one of these types, as far as they are known."""
+    found = {tensors[read.tensor].dtype for read in op.reads[:num] if read.tensor in tensors}
+    return len(found) <= 1 and found <= {*dtypes}
+
+
 def _is_packed_uncapped(op: Op) -> bool:
-    """Whether the kernel for packed prompts does an attention."""
+    """Whether an attention is of packed prompts, without a soft cap."""
     return is_packed(op) and not op.get("softcap", 0)
 
 

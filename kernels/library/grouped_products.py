@@ -24,13 +24,12 @@ from triton import language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from distmega.hostir.library import experts as library
+from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.events import GroupTiles, drains_groups_faster
+from distmega.kernels.library.limits import GROUP_ALIGNED, GROUP_DTYPES, has_tiles
 from distmega.program.ops.experts import GroupRange
 
 Schedule = Literal["auto", "static", "drained"]
-TMA_BYTES = 16
-"""Rows in memory that TMA reads are multiples of this long."""
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +194,8 @@ def num_sms(device: torch.device) -> int:
 def _takes(x: Tensor, w: Tensor) -> bool:
     """Whether the kernel takes operands of these kinds."""
     return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+        has_tiles(x.device)
         and x.dtype == w.dtype
-        and x.dtype in DTYPES
-        and x.shape[1] * x.element_size() % TMA_BYTES == 0
+        and dtype_name(x.dtype) in GROUP_DTYPES
+        and x.shape[1] % GROUP_ALIGNED == 0
     )

@@ -23,12 +23,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from distmega.hostir.library import ops as library
+from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.library.attention_kernel import KEYS, ROWS, AttentionSpec, attend_kernel
+from distmega.kernels.library.limits import PACKED_ALIGNED, PACKED_DIM, PACKED_DTYPES, has_tiles
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
 
 LOG2_E = 1 / math.log(2)
-MOST_DIM = 256
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +238,10 @@ def _takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     caches = k_cache, v_cache
     dim = q.shape[-1]
     return (
-        q.is_cuda
-        and torch.cuda.get_device_capability(q.device) >= (9, 0)
-        and q.dtype in DTYPES
+        has_tiles(q.device)
+        and dtype_name(q.dtype) in PACKED_DTYPES
         and q.is_contiguous()
         and all(x.dtype == q.dtype and x.is_contiguous() for x in caches)
-        and v_cache.shape[-1] == dim <= MOST_DIM
-        and dim % 8 == 0
+        and v_cache.shape[-1] == dim <= PACKED_DIM
+        and dim % PACKED_ALIGNED == 0
     )

@@ -23,7 +23,7 @@ from distmega.kernels.library.grouped_products import (
 )
 from distmega.program.builder import ProgramBuilder
 from distmega.program.ops.experts import GroupRange
-from distmega.program.types import Op
+from distmega.program.types import Op, Tensor
 from tests.kernels.sm90 import SHARED_BYTES, compile_kernel
 
 
@@ -98,6 +98,21 @@ def test_the_host_reads_nothing_where_the_kernel_does_it(terms: int, told: str):
     op = grouped_op(terms)
     assert KernelOps(groups="torch").reads_host(op) == "the host reads where groups start"
     assert KernelOps().reads_host(op) == told
+
+
+def test_the_host_reads_where_torch_multiplies(monkeypatch):
+    """On a GPU that the kernel does not run on, and of types that it does not take."""
+    op, told = grouped_op(8), "the host reads where groups start"
+    gpu = torch.device("cuda", 0)
+    for capability, expected in (((9, 0), ""), ((8, 9), told)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert KernelOps(device=gpu).reads_host(op) == expected
+    assert KernelOps(device=torch.device("cpu")).reads_host(op) == told
+    cases = (("bf16", "bf16", ""), ("f64", "f64", told), ("bf16", "f32", told))
+    for *dtypes, expected in cases:
+        names = zip(op.reads[:2], dtypes, strict=True)
+        tensors = {a.tensor: Tensor(name=a.tensor, shape=(8,), dtype=d) for a, d in names}
+        assert KernelOps().reads_host(op, tensors) == expected
 
 
 def test_what_the_kernel_does_not_take_torch_does():
