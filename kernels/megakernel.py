@@ -17,7 +17,7 @@ from distmega.kernels.isa.encoder import encode
 from distmega.kernels.isa.encoding import Encoded
 from distmega.kernels.runtime.arena import PEER_BUFFERS, ArenaLayout, SegmentLayout, layout_segment
 from distmega.kernels.tasks.check.schedule import check_schedule
-from distmega.kernels.tasks.expand import expand_collectives, team_size
+from distmega.kernels.tasks.expand import expand_segment, team_size
 from distmega.kernels.tasks.graph import Mode, build_task_graph
 from distmega.kernels.tasks.schedule import schedule_graph
 from distmega.kernels.tasks.tile import tile_segment
@@ -114,7 +114,7 @@ def compile_megakernel(
         stages.append((name, (time.perf_counter() - start) * 1e6))
         return result
 
-    expanded = timed("collectives", lambda: expand_collectives(segment, mesh))
+    expanded = timed("expansion", lambda: expand_segment(segment, mesh))
     groups = timed("tiling", lambda: tile_segment(expanded, num_sms))
     num_ranks = team_size(expanded, mesh)
     graph = timed("task graph", lambda: build_task_graph(expanded, groups, num_ranks, mode))

@@ -12,13 +12,18 @@ from types import MappingProxyType
 from distmega.errors import ProgramError
 from distmega.kernels.isa.opcodes import Instruction, Nop
 from distmega.kernels.isa.rules import COMPUTE_RULES, Context, LoweringRule, all_axes
+from distmega.kernels.isa.rules_group import GROUP_RULES
 from distmega.kernels.isa.rules_move import COPY_DIMS, COPY_KINDS, MOVE_RULES, copy_instructions
 from distmega.kernels.runtime.arena import Operand, Space
 from distmega.kernels.tasks.geometry import make_geometry, unfit
+from distmega.kernels.tasks.groups import restate_groups
 from distmega.kernels.tasks.types import TaskGroup
 from distmega.program.types import Op, Tensor, accesses, grouped_index, packed_strides
 
-RULES: Mapping[str, LoweringRule] = {**COMPUTE_RULES, **MOVE_RULES}
+RULES: Mapping[str, LoweringRule] = {**COMPUTE_RULES, **GROUP_RULES, **MOVE_RULES}
+
+MESH_AXES = ("mesh_axis", "base_axis", "group_axis")
+"""Attributes that name a mesh axis."""
 
 MAX_INSTRUCTIONS = 16
 """An op that takes more than this for its whole iteration space is not worth a place in a
@@ -39,7 +44,7 @@ def lower_group(
     if op.is_view:
         return [[Nop()] for _ in range(group.num_tasks)]
     if grouped_index(op) is not None:
-        raise unfit(op, "no instruction runs over groups of rows")
+        raise unfit(op, "groups of rows, which tasks/groups.py restates")
     if op.kind in COPY_KINDS:
         context = _context(group, operands, all_axes(op), COPY_DIMS, mesh_axes, expression)
         return [
@@ -80,15 +85,19 @@ def why_not_encodable(
     """Empty if an op has at most so many instructions, else what is in the way. strides: as in
     is_encodable.
     """
-    operands = [_plain_operand(tensors[a.tensor], strides.get(a.tensor)) for a in accesses(op)]
-    mesh_axes = tuple(str(op.get(name, "")) for name in ("mesh_axis", "base_axis"))
+    mesh_axes = tuple(str(op.get(name, "")) for name in MESH_AXES)
+    known, num = dict(tensors), 0
     try:
-        (instructions,) = lower_group(TaskGroup(op=op), operands, mesh_axes, 0)
+        for one, made in restate_groups(op, tensors):
+            known |= {tensor.name: tensor for tensor in made}
+            operands = [
+                _plain_operand(known[a.tensor], strides.get(a.tensor)) for a in accesses(one)
+            ]
+            (instructions,) = lower_group(TaskGroup(op=one), operands, mesh_axes, 0)
+            num += len(instructions)
     except ProgramError as error:
         return error.found
-    if len(instructions) <= most:
-        return ""
-    return f"op {op.name!r} of kind {op.kind} takes {len(instructions)} instructions"
+    return "" if num <= most else f"op {op.name!r} of kind {op.kind} takes {num} instructions"
 
 
 def _context(

@@ -45,6 +45,9 @@ NORMS = ("rms", "layer", "softmax")
 SCANS = ("cumsum", "cumprod")
 """Ways of combining the elements of a row up to each one, likewise."""
 
+WEIGHINGS = ("values", "softmax", "softmax_chosen")
+"""What chosen columns weigh, likewise."""
+
 ATTENDED = ("positions", "sequences", "bias")
 """What Attend takes besides keys and values: bit i of its `others` says whether there is the i-th.
 """
@@ -322,6 +325,133 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChooseColumns:
+    """chosen[m, :] = the columns of the `num` largest of x[m, :extent], weights[m, :] what they
+    weigh, as ops.top_k says; `weighing` is an index into WEIGHINGS.
+    """
+
+    x: Ref
+    weights: Ref
+    chosen: Ref
+    rows: int
+    extent: int
+    num: int
+    weighing: int
+    x_strides: Pair
+    weight_strides: Pair
+    chosen_strides: Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """counts, offsets, order and slots of the pairs of ids[m, c], sorted by group, as ops.route
+    says; used: the number of rows in use. The first three are vectors.
+    """
+
+    ids: Ref
+    used: Ref | None
+    counts: Ref
+    offsets: Ref
+    order: Ref
+    slots: Ref
+    rows: int
+    num: int
+    num_groups: int
+    id_strides: Pair
+    slot_strides: Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherRows:
+    """out[p, j] = x[order[p] // num_choices - base, j] for p from `start` on, zero where that is no
+    row of x or p is of another rank's groups. base: coordinate[axis] * stride. groups, num_groups,
+    group_axis: this rank has `groups` of these from coordinate[group_axis] * groups on, or all.
+    """
+
+    x: Ref
+    order: Ref
+    offsets: Ref
+    out: Ref
+    start: int
+    rows: int
+    dim: int
+    x_rows: int
+    num_choices: int
+    x_strides: Pair
+    out_strides: Pair
+    axis: int
+    stride: int
+    groups: int
+    num_groups: int
+    group_axis: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedLinear:
+    """out[p, n] = sum over k of x[p, k] * w[g, n, k], g the group of row p, for p from `start` on;
+    zero in rows of other ranks' groups. groups, num_groups, group_axis as of GatherRows.
+    """
+
+    x: Ref
+    w: Ref
+    offsets: Ref
+    out: Ref
+    start: int
+    rows: int
+    n: int
+    k: int
+    x_strides: Pair
+    w_strides: Triple
+    out_strides: Pair
+    groups: int
+    num_groups: int
+    group_axis: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepRows:
+    """out[p, j] = x[p, j] for p from `start` on, zero in rows of other ranks' groups. groups,
+    num_groups, group_axis as of GatherRows.
+    """
+
+    x: Ref
+    offsets: Ref
+    out: Ref
+    start: int
+    rows: int
+    dim: int
+    x_strides: Pair
+    out_strides: Pair
+    groups: int
+    num_groups: int
+    group_axis: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScatterAdd:
+    """out[m, j] = sum over choices c of weights[m, c] * y[slots[m, c], j], of this rank's groups.
+    groups, num_groups, group_axis as of GatherRows.
+    """
+
+    y: Ref
+    weights: Ref
+    slots: Ref
+    offsets: Ref
+    out: Ref
+    rows: int
+    dim: int
+    num: int
+    y_rows: int
+    y_strides: Pair
+    weight_strides: Pair
+    slot_strides: Pair
+    out_strides: Pair
+    groups: int
+    num_groups: int
+    group_axis: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
     """dst[i...] = src[i...] over six dims: the slices, joins and reorderings of elements."""
 
@@ -482,6 +612,7 @@ Instruction = (
     Nop | Linear | Pointwise | Reduce | Norm | Rope | KvAppend | Attention
     | Embedding | Copy | TakeShard | Argmax | Top | Cutoff | Sample | Push | SumRanks | ArgmaxRanks
     | ExtraOperand | Contract | Scan | Attend | Gather | PushParts
+    | ChooseColumns | Route | GatherRows | GroupedLinear | KeepRows | ScatterAdd
 )  # fmt: skip
 OPCODES: tuple[type[Instruction], ...] = get_args(Instruction)
 """The opcode of an instruction is its place here."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from distmega.hostir.comm.collectives import combine_parts
 from distmega.hostir.library import norms, pointwise
 from distmega.hostir.library import ops as library
+from distmega.hostir.library.experts import grouped_linear as multiply_groups
 from distmega.kernels.isa import opcodes
 from distmega.kernels.isa.encoding import unpack_expression
 from distmega.kernels.isa.opcodes import (
@@ -21,13 +22,14 @@ from distmega.kernels.isa.opcodes import (
     NORMS,
     SCANS,
     TAKES_EXTRA,
+    WEIGHINGS,
     ExtraOperand,
     Instruction,
     Ref,
 )
 from distmega.kernels.runtime.memory import RankMemory, peer_view
 from distmega.program.kinds import widen
-from distmega.program.ops import sampling
+from distmega.program.ops import experts, sampling
 from distmega.program.ops.attention import append_values, attention_values, rope_values
 from distmega.program.ops.compute import reduce_values
 from distmega.program.ops.lookups import embedding_values
@@ -266,6 +268,105 @@ def _gather(i: opcodes.Gather, memory: RankMemory) -> Run:
     return run
 
 
+def _choose_columns(i: opcodes.ChooseColumns, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.rows, i.extent), i.x_strides)
+    weights = memory.view(i.weights, (i.rows, i.num), i.weight_strides)
+    chosen = memory.view(i.chosen, (i.rows, i.num), i.chosen_strides)
+
+    def run() -> None:
+        found, columns = experts.top_k_values(x, i.num, WEIGHINGS[i.weighing])
+        weights.copy_(found)
+        chosen.copy_(columns)
+
+    return run
+
+
+def _route(i: opcodes.Route, memory: RankMemory) -> Run:
+    shape = (i.rows, i.num)
+    ids = memory.view(i.ids, shape, i.id_strides)
+    used = None if i.used is None else memory.view(i.used, (1,), (1,))
+    made = [
+        memory.view(ref, (extent,), (1,))
+        for ref, extent in (
+            (i.counts, i.num_groups), (i.offsets, i.num_groups + 1), (i.order, i.rows * i.num)
+        )
+    ]  # fmt: skip
+    made.append(memory.view(i.slots, shape, i.slot_strides))
+
+    def run() -> None:
+        for out, found in zip(made, experts.route_values(ids, i.num_groups, used), strict=True):
+            out.copy_(found)
+
+    return run
+
+
+_Grouped = opcodes.GatherRows | opcodes.GroupedLinear | opcodes.KeepRows | opcodes.ScatterAdd
+
+
+def _group_range(i: _Grouped, memory: RankMemory) -> experts.GroupRange:
+    """The groups of this rank."""
+    first = min(_base(i.group_axis, i.groups, memory), i.num_groups)
+    stop = min(first + i.groups, i.num_groups)
+    return experts.GroupRange(first=first, stop=stop, num=i.num_groups)
+
+
+def _offsets(i: _Grouped, memory: RankMemory) -> Tensor:
+    return memory.view(i.offsets, (i.num_groups + 1,), (1,))
+
+
+def _gather_rows(i: opcodes.GatherRows, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.x_rows, i.dim), i.x_strides)
+    order = memory.view(i.order, (i.rows,), (1,))
+    offsets, groups = _offsets(i, memory), _group_range(i, memory)
+    out = memory.view(i.out, (i.rows, i.dim), i.out_strides)
+    base = _base(i.axis, i.stride, memory)
+
+    def run() -> None:
+        rows = order.long() // i.num_choices - base
+        mine = (rows >= 0) & (rows < i.x_rows)
+        found = x.index_select(0, rows.clamp(0, i.x_rows - 1)).masked_fill(~mine.unsqueeze(1), 0)
+        out.copy_(experts.keep_groups(found, offsets - i.start, groups))
+
+    return run
+
+
+def _grouped_linear(i: opcodes.GroupedLinear, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.rows, i.k), i.x_strides)
+    w = memory.view(i.w, (i.groups, i.n, i.k), i.w_strides)
+    offsets, groups = _offsets(i, memory), _group_range(i, memory)
+    out = memory.view(i.out, (i.rows, i.n), i.out_strides)
+
+    def run() -> None:
+        here = (offsets - i.start).clamp(0, i.rows)
+        out.copy_(multiply_groups(x, w, here, groups))
+
+    return run
+
+
+def _keep_rows(i: opcodes.KeepRows, memory: RankMemory) -> Run:
+    x = memory.view(i.x, (i.rows, i.dim), i.x_strides)
+    offsets, groups = _offsets(i, memory), _group_range(i, memory)
+    out = memory.view(i.out, (i.rows, i.dim), i.out_strides)
+
+    def run() -> None:
+        out.copy_(experts.keep_groups(x, offsets - i.start, groups))
+
+    return run
+
+
+def _scatter_add(i: opcodes.ScatterAdd, memory: RankMemory) -> Run:
+    y = memory.view(i.y, (i.y_rows, i.dim), i.y_strides)
+    weights = memory.view(i.weights, (i.rows, i.num), i.weight_strides)
+    slots = memory.view(i.slots, (i.rows, i.num), i.slot_strides)
+    offsets, groups = _offsets(i, memory), _group_range(i, memory)
+    out = memory.view(i.out, (i.rows, i.dim), i.out_strides)
+
+    def run() -> None:
+        out.copy_(experts.scatter_values(y, weights, slots, offsets, groups))
+
+    return run
+
+
 def _copy(i: opcodes.Copy, memory: RankMemory) -> Run:
     src = memory.view(i.src, i.extents, i.src_strides).squeeze()
     dst = memory.view(i.dst, i.extents, i.dst_strides).squeeze()
@@ -443,5 +544,11 @@ _BINDERS: Mapping[type, Callable[..., Run]] = {
     opcodes.Attend: _attend,
     opcodes.Gather: _gather,
     opcodes.PushParts: _push_parts,
+    opcodes.ChooseColumns: _choose_columns,
+    opcodes.Route: _route,
+    opcodes.GatherRows: _gather_rows,
+    opcodes.GroupedLinear: _grouped_linear,
+    opcodes.KeepRows: _keep_rows,
+    opcodes.ScatterAdd: _scatter_add,
 }
 assert set(_BINDERS) == set(opcodes.OPCODES)

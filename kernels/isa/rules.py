@@ -415,9 +415,10 @@ def _gather(context: Context, part: IterationBox) -> Instruction:
     )
 
 
-def _classes_but(rest: str, *whole: str) -> Callable[[Op], Mapping[str, str]]:
-    """Some axes whole, all others of one class."""
-    return lambda op: {axis.name: "" if axis.name in whole else rest for axis in op.axes}
+def classes_but(rest: str, *whole: str, **own: str) -> Callable[[Op], Mapping[str, str]]:
+    """Some axes whole, some in a class of their own, all others in one."""
+    known = dict.fromkeys(whole, "") | own
+    return lambda op: {axis.name: known.get(axis.name, rest) for axis in op.axes}
 
 
 def _argmax(context: Context, part: IterationBox) -> Instruction:
@@ -498,7 +499,7 @@ _SCAN = LoweringRule({"m": 1, "d": 1}, _norm_classes, _scan)
 _ATTENTION = LoweringRule(
     {"b": 0, "m": 1, "h": 1, "g": 1}, _attention_classes, _attention, _attention_operands
 )
-_TOP = LoweringRule({"m": 1}, _classes_but("m", "u", "c"), _top)
+_TOP = LoweringRule({"m": 1}, classes_but("m", "u", "c"), _top)
 
 COMPUTE_RULES: Mapping[str, LoweringRule] = {
     "linear": LoweringRule({"b": 0, "m": 1, "n": 1, "k": 3}, _linear_classes, _linear),
@@ -510,8 +511,8 @@ COMPUTE_RULES: Mapping[str, LoweringRule] = {
     "kv_append": LoweringRule({"m": 1, "h": 1, "d": 1}, _kv_append_classes, _kv_append),
     **dict.fromkeys(("attention", "biased_attention", "attend"), _ATTENTION),
     "embedding": LoweringRule({"m": 1, "d": 1}, _embedding_classes, _embedding),
-    "gather": LoweringRule({"i": 4}, _classes_but("i", "v"), _gather),
-    "argmax": LoweringRule({"m": 1}, _classes_but("m", "v"), _argmax),
+    "gather": LoweringRule({"i": 4}, classes_but("i", "v"), _gather),
+    "argmax": LoweringRule({"m": 1}, classes_but("m", "v"), _argmax),
     **dict.fromkeys(("top", "topk"), _TOP),
     "cutoff": LoweringRule({"m": 1, "v": 1}, _cutoff_classes, _cutoff),
     "sample": LoweringRule({"m": 1}, lambda op: {"m": "m", "v": "", "j": ""}, _sample),

@@ -38,6 +38,7 @@ from dataclasses import replace
 
 from distmega.errors import UnsupportedError, VerifyError
 from distmega.kernels.runtime.arena import PEER_SUFFIX
+from distmega.kernels.tasks.groups import expand_groups
 from distmega.program.kinds import OpKind, define, kind_of
 from distmega.program.types import Access, Axis, Index, Op, Program, Tensor, verify_program
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -50,6 +51,11 @@ PART = "dst"
 
 define(OpKind(name="push", origin="internal", writes_peers=True))
 define(OpKind(name="push_parts", origin="internal", writes_peers=True, is_clipped=True))
+
+
+def expand_segment(segment: Program, mesh: DeviceMesh) -> Program:
+    """Ops over groups of rows restated (groups.py), then collectives."""
+    return expand_collectives(expand_groups(segment), mesh)
 
 
 def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:

@@ -97,8 +97,10 @@ def test_a_shared_arena_must_hold_the_segments_weights():
 
 
 def test_an_op_without_instructions_is_refused():
-    p = ProgramBuilder("chosen")
-    program = p.build(*p.top_k(p.input("x", (3, 4)), 2))
+    p = ProgramBuilder("flips")
+    call = '[[{"tensor": 0}, [1]], {}, [0]]'
+    out = p.opaque("aten.flip.default", call, [p.input("x", (3, 4))], [((3, 4), "f32")])
+    program = p.build(*out)
     with pytest.raises(ProgramError, match="keep it outside megakernels"):
         compile_megakernel(program, ALONE, num_sms=2)
 

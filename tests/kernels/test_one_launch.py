@@ -348,11 +348,42 @@ def chosen_elements(m: Maker) -> Made:
     return [values, where, picked, mixed, p.cumsum(x)], in_torch
 
 
+def experts(m: Maker, split: Mapping[str, int]) -> Made:
+    """Rows that each go to 2 of 6 experts, whose matrices ranks divide."""
+    p = m.p
+    x = p.input("x", (5, 16))
+    weights, chosen = p.top_k(m.linear(x, "router", 6), 2)
+    routing = p.route(chosen, 6)
+    shapes = {"gate": (6, 24, 16), "up": (6, 24, 16), "down": (6, 16, 24)}
+    matrices = {name: p.weight(name, shape) for name, shape in shapes.items()}
+    m.marks |= {name: shard(split[name], "tp") for name in shapes}
+    rows = p.gather_rows(x, routing)
+    products = (p.grouped_linear(rows, matrices[name], routing) for name in ("gate", "up"))
+    h = p.grouped_pointwise("silu(a0) * a1 + 1.0", *products, routing=routing)
+    y = p.scatter_add(p.grouped_linear(h, matrices["down"], routing), weights, routing)
+
+    def in_torch(t: Tensors) -> Sequence[Tensor]:
+        weights, chosen = linear_of(t, t["x"], "router").softmax(-1).topk(2)
+        gate, up, down = (t[name][chosen] for name in shapes)
+        gate, up = (torch.einsum("mcnk,mk->mcn", w, t["x"]) for w in (gate, up))
+        return [torch.einsum("mcnk,mck,mc->mn", down, F.silu(gate) * up + 1.0, weights)]
+
+    return [y], in_torch
+
+
+def experts_in_parts(m: Maker) -> Made:
+    return experts(m, {"gate": 1, "up": 1, "down": 2})
+
+
+def whole_experts_a_rank(m: Maker) -> Made:
+    return experts(m, {"gate": 0, "up": 0, "down": 0})
+
+
 PROGRAMS: Sequence[Callable[[Maker], Made]] = (
     readme_mlp, tanh_gate, turned_gate, hidden_of_160, odd_sizes, ungated, layer_norms, parallel,
     post_norms, heads_of_96, prompt_of_4, prompt_of_64, three_linears, batched_linear, classifier,
     hidden_state_too, windows_of_rows, capped_scores, other_types, self_attention, parts_of_sums,
-    chosen_elements,
+    chosen_elements, experts_in_parts, whole_experts_a_rank,
 )  # fmt: skip
 
 

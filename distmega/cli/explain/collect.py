@@ -39,7 +39,7 @@ from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.plan.matrices import count_rows
 from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import CPU, H200
-from distmega.kernels.tasks.expand import expand_collectives, team_size
+from distmega.kernels.tasks.expand import expand_segment, team_size
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.tile import tile_segment
 from distmega.models.config import ModelConfig
@@ -318,7 +318,7 @@ def _host(host: HostProgram, mesh: DeviceMesh, machine: Machine, full: bool) -> 
 
 
 def _segment(segment: Program, mesh: DeviceMesh, num_sms: int) -> SegmentFacts:
-    expanded = expand_collectives(segment, mesh)
+    expanded = expand_segment(segment, mesh)
     groups = tile_segment(expanded, num_sms)
     graph = build_task_graph(expanded, groups, team_size(expanded, mesh))
     kinds = Counter[str]()

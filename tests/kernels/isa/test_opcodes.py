@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distmega.kernels.tasks.groups import expand_groups
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.builder import ProgramBuilder
 from distmega.program.ops import norms, sampling
@@ -360,6 +361,35 @@ def test_topk(data):
     order = np.argsort(-arrays["x"], axis=-1)[..., :num]
     close(values, np.take_along_axis(arrays["x"], order, -1), 0)
     assert (index == order).all()
+
+
+@given(data=st.data())
+@many
+def test_experts(data):
+    """Rows to their experts and back, of all rows or of the first few, cut at random."""
+    m, d, n, e = (data.draw(SMALL) for _ in range(4))
+    c, some = data.draw(st.integers(1, e)), data.draw(st.booleans())
+    used = data.draw(st.integers(1, m)) if some else m
+    p = ProgramBuilder("experts")
+    x, given_rows = p.input("x", (m, d)), p.input("used", (1,), "i64")
+    weights, chosen = p.top_k(p.input("scores", (m, e)), c)
+    routing = p.route(chosen, e, given_rows if some else None)
+    rows = p.gather_rows(x, routing)
+    up = p.grouped_linear(rows, p.weight("up", (e, n, d)), routing)
+    h = p.grouped_pointwise("tanh(a0) * a1", up, up, routing=routing)
+    y = p.grouped_linear(h, p.weight("down", (e, d, n)), routing)
+    program = expand_groups(p.build(p.scatter_add(y, weights, routing)))
+    arrays, (out,) = run(data, program, {"used": torch.tensor([used])})
+    scores = arrays["scores"]
+    chances = np.exp(scores - scores.max(-1, keepdims=True))
+    chances /= chances.sum(-1, keepdims=True)
+    expected = np.zeros((m, d))
+    for row in range(used):
+        for expert in np.argsort(-scores[row])[:c]:
+            h = arrays["up"][expert] @ arrays["x"][row]
+            h = np.tanh(h) * h
+            expected[row] += chances[row, expert] * (arrays["down"][expert] @ h)
+    close(out, expected)
 
 
 @given(data=st.data())
