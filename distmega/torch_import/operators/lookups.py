@@ -37,6 +37,23 @@ def index_select(b: Build, self: TensorValue, dim: int, index: TensorValue) -> T
     return b.transpose(found, order)
 
 
+@rule("index_put")
+def index_put(
+    b: Build,
+    self: TensorValue,
+    indices: Sequence[TensorValue | None],
+    values: TensorValue,
+    accumulate: bool = False,
+) -> Value:
+    """One value wherever a mask of the first dims says so."""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is None or value_dtype(mask) != "bool" or accumulate or math.prod(values.shape) != 1:
+        return NotImplemented
+    rest = [1] * (len(self.shape) - len(mask.shape))
+    wide = b.reshape(mask, (*mask.shape, *rest))
+    return b.pointwise("where({0}, {1}, {2})", wide, b.reshape(values, ()), self)
+
+
 @rule("index")
 def index(b: Build, self: TensorValue, indices: Sequence[TensorValue | None]) -> Value:
     """Lookups by tensors of whole numbers in dims that stand beside each other."""

@@ -46,6 +46,7 @@ def test_expressions():
         lambda x: (x > 0) & (x < 1) | ~(x != x) ^ (x >= 2) | (x == 0) | (x <= -1),
         lambda x: (x.clamp(-1, 1), x.clamp(min=0), x.clamp(max=x.mean()), torch.maximum(x, -x)),
         lambda x: (torch.where(x > 0, x, 0.0), x.masked_fill(x > 0, -math.inf), x.nan_to_num()),
+        lambda x: x.index_put((x[..., 0] > 0,), torch.tensor(2.0)),
         lambda x: (torch.lerp(x, -x, 0.3), torch.addcmul(x, x, x, value=2), x.minimum(x * x)),
         lambda x: (x.double() + x, x.half().float(), x.bfloat16() * 2, x.long() * 3, x.bool()),
         lambda x: (torch.div(x, 0.3, rounding_mode="floor"), x.log2(), x.abs().log10()),
