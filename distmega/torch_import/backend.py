@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import CaptureError
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.torch_import.captured import CapturedModule, capture
+from distmega.torch_import.captured import CapturedModule, capture, overlap
 
 OPTIONS = ("mesh", "annotations")
 """What torch.compile's options may hold."""
@@ -31,8 +31,9 @@ def compile_graph(
     """The graph as a program on this rank. options: mesh, of all ranks of the job (by default one
     rank), and annotations by patterns of parameter names.
 
-    Each combination of input shapes is captured when it first comes. CaptureError for other
-    options, a mesh without a process group, and gradients.
+    Each combination of input shapes is captured when it first comes, and again where parameters
+    have other values then. Inputs that lie in the same memory are left to torch where the graph
+    overwrites one. CaptureError for other options, a mesh without a process group, and gradients.
     """
     given = dict(options or {})
     if unknown := sorted({*given} - {*OPTIONS}):
@@ -45,6 +46,14 @@ def compile_graph(
     return _Compiled(graph, mesh, given.get("annotations", {}))
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A compiled module, and the marks of the parameters that it was given."""
+
+    module: CapturedModule
+    marks: tuple[tuple[int, int], ...]
+
+
 class _Compiled:
     """Takes the inputs of dynamo's graph: tensors, parameters among them, and sizes."""
 
@@ -52,28 +61,56 @@ class _Compiled:
         self, graph: fx.GraphModule, mesh: DeviceMesh, annotations: Mapping[str, Any]
     ) -> None:
         self._graph, self._mesh, self._annotations = graph, mesh, annotations
-        self._modules: dict[tuple[object, ...], CapturedModule] = {}
+        self._names = [
+            _parameter_name(node) for node in graph.graph.nodes if node.op == "placeholder"
+        ]
+        self._records = _records_gradients(graph)
+        self._entries: dict[tuple[object, ...], _Entry] = {}
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        if self._records and torch.is_grad_enabled():
             raise CaptureError(
                 "a call that records gradients",
                 expected="inference",
                 remedy="call the compiled model under torch.no_grad()",
             )
         key = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in args)
-        if key not in self._modules:
-            self._modules[key] = self._compile(args)
-        tensors = [x for x in args if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
-        results: tuple[Any, ...] = self._modules[key](*tensors)
+        entry = self._entries.get(key)
+        if entry is None or not self._is_current(entry, args):
+            entry = _Entry(self._compile(args), _marks(args))
+            self._entries[key] = entry
+        tensors = [x for x in args if _comes_with_a_call(x)]
+        if entry.module.captured.graph.updated and overlap(tensors):
+            found: tuple[Any, ...] = self._graph(*args)
+            return found
+        results: tuple[Any, ...] = entry.module(*tensors)
         return results
+
+    def _is_current(self, entry: _Entry, args: Sequence[Any]) -> bool:
+        """Whether the parameters are those that were compiled with, or changed in memory that the
+        compiled module reads.
+        """
+        marks = _marks(args)
+        if marks == entry.marks:
+            return True
+        parameters = [x for x in args if isinstance(x, nn.Parameter)]
+        places = zip(marks, entry.marks, parameters, self._parameter_names(args), strict=True)
+        return all(
+            mark == before
+            or (mark[0] == before[0] and entry.module.reads_in_place(name, parameter))
+            for mark, before, parameter, name in places
+        )
+
+    def _parameter_names(self, args: Sequence[Any]) -> list[str]:
+        pairs = zip(self._names, args, strict=True)
+        return [name for name, x in pairs if isinstance(x, nn.Parameter)]
 
     def _compile(self, args: Sequence[Any]) -> CapturedModule:
         """The program for inputs of these shapes; parameters and sizes are bound to it."""
-        nodes = (node for node in self._graph.graph.nodes if node.op == "placeholder")
-        names = [_parameter_name(node) for node in nodes]
-        bound = _Bound(self._graph, names, args)
+        bound = _Bound(self._graph, self._names, args)
         tensors = tuple(x.detach() for x in args if _comes_with_a_call(x))
+        if overlap(tensors):  # torch.export would join what an update reaches
+            tensors = tuple(x.clone() for x in tensors)
         captured = capture(bound, tensors)
         device = next((x.device for x in args if isinstance(x, Tensor)), torch.device("cpu"))
         return captured.compile(_context(device, self._mesh), self._mesh, self._annotations)
@@ -116,6 +153,24 @@ def _attach(module: nn.Module, path: Sequence[str], parameter: nn.Parameter) -> 
             module.add_module(part, nn.Module())
         module = module.get_submodule(part)
     module.register_parameter(path[-1], parameter)
+
+
+def _marks(args: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """Where each parameter lies, and how often it was changed in place."""
+    return tuple(
+        (x.data_ptr(), 0 if x.is_inference() else x._version)
+        for x in args
+        if isinstance(x, nn.Parameter)
+    )
+
+
+def _records_gradients(graph: fx.GraphModule) -> bool:
+    """Whether a result would have a gradient, as dynamo saw it."""
+    (last,) = (node for node in graph.graph.nodes if node.op == "output")
+    return any(
+        isinstance(x := node.meta.get("example_value"), Tensor) and x.requires_grad
+        for node in last.all_input_nodes
+    )
 
 
 def _comes_with_a_call(value: object) -> bool:

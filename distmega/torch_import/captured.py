@@ -5,7 +5,7 @@ the module is. Start at `capture`; next on the walk: exported.py.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import CaptureError, ProgramError
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
-from distmega.hostir.library.torch_types import hold, torch_dtype, unhold
+from distmega.hostir.library.torch_types import hold, unhold
 from distmega.kernels.machines import CPU, H200
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -26,7 +26,7 @@ from distmega.sharding.layout.placements import Layout
 from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.search.cost import Machine
 from distmega.torch_import.annotations import match_annotations
-from distmega.torch_import.convert import Graph, Output, convert
+from distmega.torch_import.convert import Empty, Graph, Output, Shared, convert
 from distmega.torch_import.exported import export_module
 
 
@@ -38,6 +38,7 @@ class Captured:
         graph: The program, and how its inputs and outputs follow from the module's.
         tensors: Weights and the first values of states, by name; they are the module's own.
         module: What was captured.
+        signature: Shapes and types of the inputs.
         in_spec: How torch flattens arguments.
         out_spec: How torch flattens results.
         dynamic: Inputs of other shapes are captured when they first come.
@@ -46,6 +47,7 @@ class Captured:
     graph: Graph
     tensors: Mapping[str, Tensor]
     module: nn.Module
+    signature: tuple[object, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     dynamic: bool = False
@@ -110,16 +112,18 @@ class CapturedModule:
     ) -> None:
         self.captured, self._comm, self._mesh = captured, comm, mesh
         self._device, self._annotations = device, dict(annotations)
+        _require_values(captured.tensors)
         machine = H200 if torch.device(device).type == "cuda" else CPU
         self.plan = captured.plan(mesh, machine, annotations)
         self._persistent: dict[str, Tensor] = {}
         self._steps: dict[tuple[object, ...], _CapturedStep] = {
-            _signature(captured.program): self._open(captured, self.plan)
+            captured.signature: self._open(captured, self.plan)
         }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module gives. CaptureError for inputs that don't fit those it was captured
-        with.
+        """What the module gives; results that are views of inputs are so here. CaptureError for
+        inputs that don't fit those it was captured with, and for one that the module overwrites
+        while another lies in the same memory.
         """
         flat, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.captured.in_spec:
@@ -131,24 +135,44 @@ class CapturedModule:
         step = self._step(flat, args, kwargs)
         graph = step.captured.graph
         given = {name: x for name, x in zip(graph.inputs, flat, strict=True) if name is not None}
+        _require_apart(given, graph.updated.values())
         parts = {name: step.compiled.part(name, hold(x)) for name, x in given.items()}
         out = step.compiled({**self._persistent, **step.constants, **parts})
         for result, name in graph.updated.items():
             given[name].copy_(unhold(out[result], given[name].dtype))
-        leaves = [_result(x, out) if isinstance(x, Output) else x for x in graph.outputs]
+        leaves = [self._result(x, out, flat) for x in graph.outputs]
         return pytree.tree_unflatten(leaves, step.captured.out_spec)
 
     def state(self, name: str) -> Tensor:
         """This rank's part of a state; KeyError is a bug of the caller."""
         return self._persistent[name]
 
+    def reads_in_place(self, name: str, whole: Tensor) -> bool:
+        """Whether a weight is read where the module has it, so that changes there are seen."""
+        part = self._persistent.get(name)
+        on_cpu = torch.device(self._device).type == "cpu"  # kernels of a GPU may hold copies
+        return part is not None and on_cpu and part.data_ptr() == whole.data_ptr()
+
+    def _result(self, leaf: object, out: Mapping[str, Tensor], flat: Sequence[Any]) -> object:
+        """One of the module's flat results."""
+        match leaf:
+            case Output(name=name, dtype=dtype):
+                return unhold(out[name], _torch_type(dtype)) if dtype else out[name]
+            case Shared(position=position, views=views):
+                found = flat[position]
+                for view, more, options in views:
+                    found = view(found, *more, **options)
+                return found
+            case Empty(shape=shape, dtype=dtype):
+                return torch.empty(shape, dtype=dtype, device=self._device)
+        return leaf
+
     def _step(
         self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> "_CapturedStep":
         """The program for inputs of these shapes; captured anew for others, if that is allowed."""
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        held = [hold(x.detach()) for x in tensors]
-        key = tuple((tuple(x.shape), x.dtype) for x in held)
+        key = _signature(flat)
         if key in self._steps:
             return self._steps[key]
         if not self.captured.dynamic:
@@ -224,29 +248,65 @@ def capture(
     graph = convert(exported, type(module).__name__)
     stored = {**exported.constants, **exported.state_dict}
     tensors = {name: hold(stored[target].detach()) for name, target in graph.targets.items()}
-    in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))[1]
+    flat, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     return Captured(
         graph=graph,
         tensors={**tensors, **graph.constants},
         module=module,
+        signature=_signature(flat),
         in_spec=in_spec,
         out_spec=exported.call_spec.out_spec,
         dynamic=dynamic,
     )
 
 
-def _result(output: Output, out: Mapping[str, Tensor]) -> Tensor:
-    """A result in the type that the module gives it."""
-    found = out[output.name]
-    if not output.dtype:
-        return found
-    dtype: torch.dtype = getattr(torch, output.dtype.removeprefix("torch."))
-    return unhold(found, dtype)
+def overlap(tensors: Iterable[Tensor]) -> bool:
+    """Whether any two lie in the same memory; also where only the ranges do in which they lie."""
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for x in tensors:
+        if x.numel() == 0 or x.is_meta:
+            continue
+        last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        start = x.storage_offset() * x.element_size()
+        stop = start + (last + 1) * x.element_size()
+        others = ranges.setdefault(x.untyped_storage().data_ptr(), [])
+        if any(start < end and begin < stop for begin, end in others):
+            return True
+        others.append((start, stop))
+    return False
 
 
-def _signature(program: Program) -> tuple[object, ...]:
-    """Shapes and types of the inputs."""
-    return tuple((x.shape, torch_dtype(x.dtype)) for x in program.with_role("input"))
+def _require_apart(given: Mapping[str, Tensor], updated: Collection[str]) -> None:
+    """CaptureError where an input that is overwritten lies where another one does."""
+    for name in updated:
+        for other, x in given.items():
+            if other != name and overlap((given[name], x)):
+                raise CaptureError(
+                    f"inputs {name} and {other} in the same memory",
+                    expected=f"memory of its own for {name}, which the module overwrites",
+                    remedy=f"give a copy: {name}.clone()",
+                )
+
+
+def _require_values(tensors: Mapping[str, Tensor]) -> None:
+    """CaptureError for weights and states that have none."""
+    if bare := [name for name, x in tensors.items() if x.is_meta]:
+        raise CaptureError(
+            f"{len(bare)} weights on the meta device: {', '.join(bare[:3])}",
+            expected="weights that have values",
+            remedy="give them some before compiling: to_empty(device=...), then load_state_dict()",
+        )
+
+
+def _torch_type(name: str) -> torch.dtype:
+    """An element type by torch's own name of it."""
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
+
+
+def _signature(flat: Iterable[object]) -> tuple[object, ...]:
+    """Shapes and types of the tensors among flat inputs."""
+    return tuple((tuple(x.shape), x.dtype) for x in flat if isinstance(x, Tensor))
 
 
 def _described(values: Sequence[object]) -> str:

@@ -5,6 +5,8 @@ What depends on no input is computed at once; in-place updates of buffers become
 without a rule become opaque ops. Next on the walk: operators/table.py.
 """
 
+import math
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +41,16 @@ IGNORED = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_s
            "aten.sym_constrain_range", "aten.sym_constrain_range_for_size")  # fmt: skip
 
 
+TO_NUMBER = (math.trunc, torch.sym_int, torch.sym_float)
+OF_NUMBERS = {
+    operator.add: "{0} + {1}", operator.sub: "{0} - {1}", operator.mul: "{0} * {1}",
+    operator.truediv: "{0} / {1}", operator.neg: "-{0}",
+}  # fmt: skip
+"""Functions of numbers that inputs decide."""
+
+VIEWS = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+"""What does for views of inputs with other strides than those at capture."""
+
 COMPUTING = ("aten.linear", "aten.matmul", "aten.softmax", "aten.scaled_dot_product_attention",
              "distmega.attend", "distmega.attend_rows")  # fmt: skip
 """Operators besides expressions whose results share no storage with what they read."""
@@ -48,11 +60,11 @@ COMPUTING = ("aten.linear", "aten.matmul", "aten.softmax", "aten.scaled_dot_prod
 class Graph:
     """A program, and where its tensors come from.
 
-    inputs: in the order of the module's flat inputs, None for one that is no tensor; one of a type
-    that programs lack comes as `hold` gives it. outputs: of
-    the module's flat outputs, a name, or a value that is always the same. targets: weight or state
-    -> parameter or buffer of the module. constants: weights known at capture. updated: output ->
-    input that the module overwrites. opaque: operators that torch runs, and how often.
+    inputs: in the order of the module's flat inputs, None for one that is no tensor or has no
+    elements; one of a type that programs lack comes as `hold` gives it. outputs: of the module's
+    flat outputs, Output, Shared, Empty, or a value that is always the same. targets: weight or
+    state -> parameter or buffer of the module. constants: weights known at capture. updated: output
+    -> input that the module overwrites. opaque: operators that torch runs, and how often.
     """
 
     program: Program
@@ -72,6 +84,25 @@ class Output:
 
     name: str
     dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A result of the module that lies in the memory of an input, as a view of it or the input
+    itself. position: of the input among the flat ones. views: what leads from it to the result, a
+    function of the tensor and further arguments each.
+    """
+
+    position: int
+    views: tuple[tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Empty:
+    """A result of the module without elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 Ending = Callable[[ProgramBuilder, Mapping[str, Handle], Sequence[Handle]], Sequence[Handle]]
@@ -100,6 +131,7 @@ class _Converter:
     num_named: Counter[str] = field(default_factory=Counter)
     b: Build = field(init=False)
     tied: dict[tuple[object, ...], str] = field(default_factory=dict)
+    positions: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> Graph:
         p = ProgramBuilder(self.name)
@@ -162,6 +194,10 @@ class _Converter:
         if not isinstance(value, torch.Tensor):
             self.inputs.append(None)
             return value
+        self.positions[node.name] = len(self.inputs)
+        if 0 in value.shape:
+            self.inputs.append(None)
+            return Constant(torch.empty(_as_result(value, node.name).shape, dtype=value.dtype))
         name = _plain(node.name)
         self.inputs.append(name)
         found = self.declared(name, value, self.b.p.input)
@@ -194,6 +230,8 @@ class _Converter:
         args, kwargs = self.given(node.args), self.given(node.kwargs)
         if self.is_known(node, args, kwargs):
             return self.evaluate(node, args, kwargs)
+        if packet == "aten._local_scalar_dense":
+            return self.number(node, args[0])
         results = _results(node)
         if isinstance(node.meta.get("val"), torch.Tensor) and 0 in results[0].shape:
             return Constant(torch.empty(results[0].shape, dtype=node.meta["val"].dtype))
@@ -214,11 +252,22 @@ class _Converter:
         self.num_named[name] += 1
         return name if self.num_named[name] == 1 else f"{name}#{self.num_named[name]}"
 
+    def number(self, node: fx.Node, value: Value) -> Value:
+        """The number that a tensor holds: a tensor of no dims, in the type that numbers have."""
+        self.b.start(_plain(node.name), [_number(node)])
+        assert isinstance(value, Handle | Spread), value
+        return self.b.cast(self.b.reshape(value, ()), self.b.dtype)
+
     def plain_call(self, node: fx.Node) -> Value:
         """A function of numbers; CaptureError for torch's control flow."""
         args = self.given(node.args)
         if callable(node.target) and not any_value(args, _is_tensor):
             return node.target(*args)
+        self.b.start(_plain(node.name), [_number(node)])
+        if node.target in TO_NUMBER:
+            return self.b.cast(args[0], self.b.dtype)
+        if node.target in OF_NUMBERS:
+            return self.b.pointwise(OF_NUMBERS[node.target], *args)
         raise CaptureError(
             f"{self.name}: {_path(node) or node.name} calls {node.target}",
             expected="operators of torch",
@@ -360,6 +409,11 @@ class _Converter:
             if not isinstance(value, TENSORS) or self.ending is not None:
                 outputs.append(value)
                 continue
+            if spec.kind is not OutputKind.USER_INPUT_MUTATION:
+                known = self.shared(node) or _without_elements(value)
+                if known is not None:
+                    outputs.append(known)
+                    continue
             self.b.start(f"out.{len(named)}", _results(node))
             dtype = value.dtype if isinstance(value, Foreign) else ""
             handle = self.own(value.held if isinstance(value, Foreign) else value)
@@ -384,6 +438,22 @@ class _Converter:
             updated=updated,
             opaque=self.opaque,
         )
+
+    def shared(self, node: fx.Node) -> Shared | None:
+        """Of a result that is a view of an input as the module leaves it, or the input itself."""
+        signature = self.exported.graph_signature
+        views: list[tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]] = []
+        while True:
+            overwritten = signature.user_inputs_to_mutate
+            if node.name in overwritten:
+                return Shared(self.positions[overwritten[node.name]], tuple(reversed(views)))
+            if node.name in self.positions and node.name not in overwritten.values():
+                return Shared(self.positions[node.name], tuple(reversed(views)))
+            source = _viewed(node)
+            if source is None or not callable(node.target):
+                return None
+            views.append((VIEWS.get(node.target, node.target), node.args[1:], node.kwargs))
+            node = source
 
     def user_results(self, last: fx.Node) -> list[fx.Node]:
         """Nodes that are results of the module itself."""
@@ -420,6 +490,11 @@ def _bound(target: Any, args: Sequence[Value], kwargs: Mapping[str, Value]) -> d
     return named
 
 
+def _number(node: fx.Node) -> NodeResult:
+    """What stands for a number that inputs decide."""
+    return NodeResult((), "f64" if isinstance(node.meta.get("val"), torch.SymFloat) else "i64")
+
+
 def _results(node: fx.Node) -> list[NodeResult]:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     several = value if isinstance(value, list | tuple) else [value]
@@ -448,6 +523,26 @@ def _path(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).removeprefix("L.self.").strip(".")
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """What a node is a view of, or a part of several views; None for another node, and where more
+    tensors decide which view.
+    """
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(source, fx.Node) or len(node.all_input_nodes) != 1:
+        return None
+    if node.target is operator.getitem:
+        return source
+    schema = getattr(node.target, "_schema", None)
+    returned = schema.returns[0].alias_info if schema is not None and schema.returns else None
+    return source if returned is not None and not returned.is_write else None
+
+
+def _without_elements(value: Value) -> Empty | None:
+    if isinstance(value, Constant) and value.tensor.numel() == 0:
+        return Empty(value.shape, value.tensor.dtype)
+    return None
 
 
 def _users(node: fx.Node) -> str:

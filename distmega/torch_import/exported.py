@@ -80,6 +80,12 @@ def _refused(module: nn.Module, error: Exception) -> CaptureError:
             expected="a module that does the same for all inputs of these shapes",
             remedy="use torch.where in place of if, or capture the parts around it",
         )
+    if "Expected all tensors to be on the same device" in reason:
+        return CaptureError(
+            f"{name}: tensors on several devices ({reason})",
+            expected="weights and example inputs on one device",
+            remedy="give example inputs where the weights are, on meta for a module there",
+        )
     if isinstance(error, TypeError) and "argument" in reason:
         return CaptureError(
             f"{name}: the example inputs don't fit its forward ({reason})",

@@ -100,3 +100,75 @@ def test_gradients_are_refused():
     compiled = torch.compile(Model(), backend=backend.compile_graph)
     with pytest.raises(CaptureError, match="records gradients; expected inference"):
         compiled(torch.randn(3, 4))
+
+
+def test_a_module_that_records_no_gradients_runs_where_others_would():
+    class Apart(nn.Linear):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model, x = Apart(4, 2), torch.randn(3, 4)
+    found = torch.compile(model, backend=backend.compile_graph)(x)
+    assert not found.requires_grad
+    assert_close(found, model(x))
+
+
+@torch.no_grad()
+def test_parameters_are_those_that_the_model_has_now():
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    compiled = torch.compile(model, backend=backend.compile_graph)
+    changes = (
+        lambda: None,
+        lambda: model.weight.mul_(2),
+        lambda: setattr(model, "weight", nn.Parameter(torch.randn(4, 4))),
+        lambda: setattr(model.weight, "data", torch.randn(4, 4)),
+        lambda: model.load_state_dict({"weight": torch.eye(4), "bias": torch.ones(4)}),
+    )
+    for change in changes:
+        change()
+        assert_close(compiled(x), model(x))
+
+
+@torch.no_grad()
+def test_inputs_in_the_same_memory_and_an_update_reach_each_other():
+    def add(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return x + y
+
+    compiled = torch.compile(add, backend=backend.compile_graph)
+    for start in (3, 1, 0):  # apart, and by views of one tensor
+        found, expected = torch.arange(6.0), torch.arange(6.0)
+        result = compiled(found[:3], found[start : start + 3])
+        assert_close(result, add(expected[:3], expected[start : start + 3]))
+        assert_close(found, expected)
+
+
+@torch.no_grad()
+def test_numbers_and_inputs_without_elements():
+    def scaled(x: Tensor, n: int, s: float) -> tuple[Tensor, Tensor]:
+        return x * n + s, x.sum() * s
+
+    compiled = torch.compile(scaled, backend=backend.compile_graph)
+    calls = ((3, 2, 0.5), (3, 3, 1.5), (3, 3, 2.5), (0, 3, 2.5))
+    for rows, n, s in calls:
+        x = torch.randn(rows)
+        assert_close(compiled(x, n, s), scaled(x, n, s))
+
+
+@torch.no_grad()
+def test_a_number_taken_from_a_tensor():
+    def counted(x: Tensor) -> Tensor:
+        return x * int(x.sum().item())
+
+    compiled = torch.compile(counted, backend=backend.compile_graph)
+    for rows in (3, 4):
+        assert_close(compiled(torch.ones(rows)), counted(torch.ones(rows)))
+
+
+@torch.no_grad()
+def test_a_model_without_values_is_refused():
+    model = nn.Linear(4, 2, device="meta")
+    compiled = torch.compile(model, backend=backend.compile_graph)
+    with pytest.raises(CaptureError, match=r"weights on the meta device: weight.*load_state_dict"):
+        compiled(torch.ones(3, 4, device="meta"))

@@ -71,6 +71,56 @@ def test_an_input_that_the_module_overwrites_is_overwritten():
     assert_close(x, torch.tensor([2.0, 3.0, 4.0]))
 
 
+class Views(nn.Module):
+    """Results in the memory of inputs, one of them overwritten."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        y.mul_(2)
+        return x, x.view(-1)[2:], y.t(), y, x.split(1)[1], x + 1
+
+
+def test_results_that_are_views_of_inputs_stay_so():
+    x, y = torch.randn(2, 4), torch.randn(3, 2)
+    ranks = open_ranks(distmega.capture(Views(), (x, y)), 1)
+    mine, others = (x.clone(), y.clone()), (x.clone(), y.clone())
+    found, expected = call(ranks, *mine), Views()(*others)
+    for inputs in (mine, others):
+        inputs[0].add_(1)
+        inputs[1].add_(1)
+    assert_close(found, expected)
+    assert found[0] is mine[0]
+    found = call(ranks, x.t().contiguous().t(), y)  # other strides than at capture
+    assert_close(found[1], x.flatten()[2:])
+
+
+def test_inputs_that_overlap_one_that_is_overwritten_are_refused():
+    (rank,) = open_ranks(distmega.capture(Views(), (torch.ones(2, 4), torch.ones(3, 2))), 1)
+    x = torch.ones(16)
+    rank(x[:8].view(2, 4), x[8:14].view(3, 2))
+    with pytest.raises(CaptureError, match=r"inputs y and x in the same memory; .*y\.clone\(\)"):
+        rank(x[:8].view(2, 4), x[6:12].view(3, 2))
+
+
+def test_inputs_without_elements():
+    class Joins(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+            return torch.cat([x, y]), x * 2, x.sum(0), x
+
+    check_module(Joins(), (torch.ones(0, 3), torch.ones(2, 3)))
+
+
+def test_weights_without_values_are_planned_and_not_compiled():
+    module = nn.Linear(4, 2, device="meta")
+    with pytest.raises(
+        CaptureError, match=r"devices .*; give example inputs where the weights are"
+    ):
+        distmega.capture(module, (torch.ones(3, 4),))
+    captured = distmega.capture(module, (torch.ones(3, 4, device="meta"),))
+    assert "linear" in captured.plan().explain()
+    with pytest.raises(CaptureError, match="2 weights on the meta device: weight, bias"):
+        captured.compile()
+
+
 def test_arguments_and_results_keep_their_structure():
     class Structured(nn.Module):
         def forward(self, pair: dict[str, Tensor], scale: float, *, flag: bool, last: Tensor):
