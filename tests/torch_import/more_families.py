@@ -81,6 +81,16 @@ def neox_japanese(rng: random.Random) -> PretrainedConfig:
     return hf.GPTNeoXJapaneseConfig(**given, intermediate_multiple_size=2)
 
 
+def without_encoder(config: type[PretrainedConfig], **more: object) -> PretrainedConfig:
+    """The decoder of an encoder and decoder."""
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder")
+             for name, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
+    return config(
+        vocab_size=VOCAB, d_model=32, max_position_embeddings=POSITIONS, is_decoder=True,
+        is_encoder_decoder=False, **sides, **more, **SPECIAL,
+    )  # fmt: skip
+
+
 MORE_FAMILIES: dict[str, Callable[[random.Random], PretrainedConfig]] = {
     "qwen2": lambda rng: hf.Qwen2Config(**common(rng)),
     "qwen3": lambda rng: hf.Qwen3Config(**common(rng), head_dim=16),
@@ -127,6 +137,19 @@ MORE_FAMILIES: dict[str, Callable[[random.Random], PretrainedConfig]] = {
     "trocr": lambda rng: hf.TrOCRConfig(
         vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4,
         decoder_ffn_dim=48, max_position_embeddings=POSITIONS, **SPECIAL,
+    ),
+    "bart": lambda rng: without_encoder(hf.BartConfig),
+    "marian": lambda rng: without_encoder(hf.MarianConfig),
+    "pegasus": lambda rng: without_encoder(hf.PegasusConfig),
+    "whisper": lambda rng: without_encoder(
+        hf.WhisperConfig, max_source_positions=POSITIONS, max_target_positions=POSITIONS
+    ),
+    "gemma3": lambda rng: hf.Gemma3Config(
+        text_config=hf.Gemma3TextConfig(**mixed(rng), head_dim=8, query_pre_attn_scalar=8)
+    ),
+    "aria_text": lambda rng: hf.AriaTextConfig(**common(rng), **experts(), head_dim=8),
+    "big_bird": lambda rng: hf.BigBirdConfig(
+        **common(rng, groups=False), attention_type="original_full", is_decoder=True
     ),
     "olmoe": lambda rng: hf.OlmoeConfig(**common(rng), **experts()),
     "granitemoe": lambda rng: hf.GraniteMoeConfig(**common(rng), **experts()),

@@ -35,9 +35,10 @@ class StepRows:
 
     positions [m]; max_context of the caches; sequences [m] and starts [s + 1] of a prompt's rows.
     own: each row has a cache of its own. flat: the model sees one sequence of m tokens, otherwise
-    m sequences of one. causal: masks proved causal and their windows; caches: what a model was
-    given as keys or values and the cache that this is. num_updates, num_attended: keys and values
-    appended, and attention calls over caches.
+    m sequences of one. causal: masks proved causal and their windows; open: masks by which tokens
+    see all rows, which are made and maybe not used; caches: what a model was given as keys or
+    values and the cache that this is. num_updates, num_attended: keys and values appended, and
+    attention calls over caches.
     """
 
     positions: Tensor
@@ -47,6 +48,7 @@ class StepRows:
     own: bool = False
     flat: bool = True
     causal: list[tuple[Tensor, int]] = field(default_factory=list)
+    open: list[Tensor] = field(default_factory=list)
     caches: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     num_updates: int = 0
     num_attended: int = 0
@@ -59,6 +61,16 @@ class StepRows:
 
 
 _current: ContextVar[StepRows] = ContextVar("rows")
+
+
+class NumCached(int):
+    """How many positions a cache holds, as far as a class is told."""
+
+
+ADDITIONS = frozenset(
+    {torch.add, torch.sub, Tensor.add, Tensor.sub, Tensor.add_, Tensor.sub_, Tensor.__add__,
+     Tensor.__radd__, Tensor.__iadd__, Tensor.__sub__, Tensor.__rsub__, Tensor.__isub__}
+)  # fmt: skip
 
 
 class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -103,7 +115,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self, *args: Any) -> int:
         """As if the rows were the last of the cache; positions are given apart from this."""
-        return self._rows.max_context - self._rows.shape[1]
+        return NumCached(self._rows.max_context - self._rows.shape[1])
 
     def get_max_length(self) -> int:
         return self._rows.max_context
@@ -122,12 +134,15 @@ def rows_cache(rows: StepRows, num_layers: int, store: Callable[[int, Tensor], T
 
 class _RowsOfTables(TorchFunctionMode):
     """Gives the rows' positions to a class that takes them from the length of its cache: as numbers
-    t - s to t for s rows and caches of t, or as these rows of a table that is t long at least.
+    t - s to t for s rows and caches of t, as numbers 0 to s to which t - s is added, or as these
+    rows of a table that is t long at least. CaptureError for another sum with that length.
     """
 
     def __init__(self, rows: StepRows) -> None:
         super().__init__()
         self._rows = rows
+        self._counted: list[Tensor] = []
+        """Numbers 0 to s."""
 
     def __torch_function__(
         self,
@@ -138,6 +153,11 @@ class _RowsOfTables(TorchFunctionMode):
     ) -> Any:
         if func is torch.arange and self._counts_rows(args):
             return self._positions(**(kwargs or {}))
+        if func is torch.arange and args in ((num := self._rows.shape[1],), (0, num), (0, num, 1)):
+            self._counted.append(func(*args, **(kwargs or {})))
+            return self._counted[-1]
+        if func in ADDITIONS and any(isinstance(each, NumCached) for each in args):
+            return self._shifted(func, args)
         if func is Tensor.__getitem__ and isinstance(args[1], tuple):
             table, indices = args
             dim = self._cut_dim(table, indices)
@@ -149,6 +169,18 @@ class _RowsOfTables(TorchFunctionMode):
         stop = self._rows.max_context
         first = stop - self._rows.shape[1]
         return first > 0 and bounds in ((first, stop), (first, stop, 1))
+
+    def _shifted(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor:
+        """The sum of the rows' numbers and the length of the cache."""
+        subtracts = "sub" in getattr(func, "__name__", "")
+        (x,) = (each for each in args if not isinstance(each, NumCached))
+        if subtracts or not any(x is each for each in self._counted):
+            raise CaptureError(
+                "a tensor to which the number of cached positions is added",
+                expected="positions as position_ids, or counted from that number on",
+                remedy="use a class of transformers that takes position_ids",
+            )
+        return self._positions(dtype=x.dtype)
 
     def _positions(self, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
         if not self._rows.flat:
@@ -217,11 +249,8 @@ def seen_rows(*, mask_function: Callable[..., Any], batch_size: int = 1, **other
     mask: Tensor = mask_function(zero, zero, here, there)
     mask = mask.expand(rows.shape[0], 1, rows.shape[1], rows.max_context)
     if _is_bidirectional(mask_function, rows.max_context):
-        raise CaptureError(
-            "a mask by which tokens see those behind them",
-            expected="attention of each token to itself and those before it",
-            remedy="use a decoder; of an encoder, capture the module itself",
-        )
+        rows.open.append(mask)  # of an encoder that may not be there
+        return mask
     window = proved_window(mask_function, rows.max_context)
     if window is None:
         return mask
@@ -235,8 +264,11 @@ def seen_rows(*, mask_function: Callable[..., Any], batch_size: int = 1, **other
 
 def added_rows(*, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
     """As seen_rows, as what is added to scores."""
-    mask = seen_rows(**options)
-    return torch.where(mask, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+    rows, mask = _current.get(), seen_rows(**options)
+    added = torch.where(mask, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+    if any(mask is each for each in rows.open):
+        rows.open.append(added)
+    return added
 
 
 def _is_bidirectional(mask_function: Callable[..., Any], num: int) -> bool:
@@ -284,6 +316,12 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: q [b, h g, s, d], out [b, s, h g, e]."""
     rows = _current.get()
+    if any(attention_mask is each for each in rows.open):
+        raise CaptureError(
+            "a mask by which tokens see those behind them",
+            expected="attention of each token to itself and those before it",
+            remedy="use a decoder; of an encoder, capture the module itself",
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     cap = 0.0 if softcap is None else float(softcap)
     window, keys, values = (

@@ -196,6 +196,7 @@ def open_decoder(config: PretrainedConfig, *, eos_ids: tuple[int, ...] = ()) -> 
     CaptureError for a class that keeps no keys and values in a cache.
     """
     text = config.get_text_config(decoder=True)
+    model: nn.Module | None = None
     for attention in ("sdpa", "eager"):
         try:
             model = make_model(config, "f32", attention)
@@ -203,13 +204,7 @@ def open_decoder(config: PretrainedConfig, *, eos_ids: tuple[int, ...] = ()) -> 
         except (DistmegaError, MemoryError):
             raise
         except Exception as error:  # the class may raise anything
-            reason = " ".join(str(error).split())[:300]
-            raise CaptureError(
-                f"{config.model_type}: its class fails on one token "
-                f"({type(error).__name__}: {reason})",
-                expected="a configuration by which transformers makes a decoder that runs",
-                remedy="run AutoModelForCausalLM.from_config(config) on a token to see all of it",
-            ) from error
+            raise _failed(config, model, error) from error
         if covered or (attention == "sdpa" and getattr(model, "_supports_sdpa", False)):
             break
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
@@ -225,6 +220,32 @@ def open_decoder(config: PretrainedConfig, *, eos_ids: tuple[int, ...] = ()) -> 
         eos_ids=eos_ids,
         _models={"f32": model},
     )
+
+
+def _failed(config: PretrainedConfig, model: nn.Module | None, error: Exception) -> CaptureError:
+    """What to say of a class that fails with a cache of keys and values."""
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    if model is not None and _runs_alone(model):
+        return CaptureError(
+            f"{config.model_type}: its layers keep more than keys and values ({reason})",
+            expected="a decoder whose layers keep keys and values alone",
+            remedy="use a model without recurrent, convolutional or indexed layers",
+        )
+    return CaptureError(
+        f"{config.model_type}: its class fails on one token ({reason})",
+        expected="a configuration by which transformers makes a decoder that runs",
+        remedy="run AutoModelForCausalLM.from_config(config) on a token to see all of it",
+    )
+
+
+def _runs_alone(model: nn.Module) -> bool:
+    """Whether a class takes a token with whatever it makes to keep."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        try:
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=True)
+        except Exception:  # the class may raise anything
+            return False
+    return True
 
 
 def _layers(step: nn.Module, num_layers: int) -> list[tuple[str, str]]:

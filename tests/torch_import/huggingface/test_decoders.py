@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BertConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, BertConfig, JambaConfig, PretrainedConfig
 
 from distmega import CPU, DeviceMesh, plan_program, replicate, shard
 from distmega.compiled import CompiledProgram
@@ -19,6 +19,7 @@ from distmega.torch_import.huggingface.attention import (
     StepRows,
     capturing,
     proved_window,
+    rows_cache,
     seen_rows,
 )
 from distmega.torch_import.huggingface.decoders import HfDecoder, make_model, open_decoder
@@ -222,6 +223,33 @@ def test_biases_of_scores_are_a_table():
     steps = table[1:] - table[:-1]
     torch.testing.assert_close(steps, steps[:1].expand_as(steps))
     assert (steps[0] > 0).all()
+
+
+def test_positions_counted_from_the_length_of_a_cache_are_those_of_the_rows():
+    rows = StepRows(positions=torch.tensor([5, 6]), max_context=16)
+    with capturing(rows):
+        cache = rows_cache(rows, 1, lambda number, x: x)
+        numbers, num_cached = torch.arange(2), cache.get_seq_length()
+        assert torch.equal(torch.arange(num_cached, num_cached + 2), rows.positions)
+        assert torch.equal(numbers + num_cached, rows.positions)
+        assert torch.equal(num_cached + numbers, rows.positions)
+        with pytest.raises(CaptureError, match="the number of cached positions is added"):
+            torch.zeros(2, dtype=torch.long) + num_cached
+
+
+def test_a_mask_of_an_encoder_that_is_not_there_is_no_fault():
+    """Bart makes one for its encoder in any case."""
+    assert open_decoder(family_config("bart")).covered
+
+
+def test_a_decoder_that_keeps_other_states_says_so():
+    config = JambaConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=40, num_experts=2, attn_layer_period=2,
+        attn_layer_offset=1, mamba_dt_rank=4, use_mamba_kernels=False,
+    )  # fmt: skip
+    with pytest.raises(CaptureError, match="jamba: its layers keep more than keys and values"):
+        open_decoder(config)
 
 
 def test_masks_by_which_rows_see_the_same_are_one():
