@@ -94,11 +94,11 @@ class _Compiled:
         if marks == entry.marks:
             return True
         parameters = [x for x in args if isinstance(x, nn.Parameter)]
-        places = zip(marks, entry.marks, parameters, self._parameter_names(args), strict=True)
+        compared = zip(marks, entry.marks, parameters, self._parameter_names(args), strict=True)
         return all(
             mark == before
-            or (mark[0] == before[0] and entry.module.reads_in_place(name, parameter))
-            for mark, before, parameter, name in places
+            or (mark[0] == before[0] and entry.module.shares_storage(name, parameter))
+            for mark, before, parameter, name in compared
         )
 
     def _parameter_names(self, args: Sequence[Any]) -> list[str]:

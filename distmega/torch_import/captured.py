@@ -147,7 +147,7 @@ class CapturedModule:
         """This rank's part of a state; KeyError is a bug of the caller."""
         return self._persistent[name]
 
-    def reads_in_place(self, name: str, whole: Tensor) -> bool:
+    def shares_storage(self, name: str, whole: Tensor) -> bool:
         """Whether a weight is read where the module has it, so that changes there are seen."""
         part = self._persistent.get(name)
         on_cpu = torch.device(self._device).type == "cpu"  # kernels of a GPU may hold copies
