@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from distmega.errors import CaptureError, DistmegaError, RequestError
 from distmega.hostir.library.torch_types import torch_dtype
@@ -196,6 +196,18 @@ def open_decoder(config: PretrainedConfig, *, eos_ids: tuple[int, ...] = ()) -> 
     CaptureError for a class that keeps no keys and values in a cache.
     """
     text = config.get_text_config(decoder=True)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CaptureError(
+            f"{config.model_type}, of which transformers has no decoder",
+            expected="a model that AutoModelForCausalLM makes",
+            remedy="capture another kind of module itself: distmega.capture(module, inputs)",
+        )
+    if text.num_hidden_layers < 1:
+        raise CaptureError(
+            f"{config.model_type} of {text.num_hidden_layers} layers",
+            expected="a layer at least",
+            remedy="correct the configuration",
+        )
     model: nn.Module | None = None
     for attention in ("sdpa", "eager"):
         try:
@@ -352,9 +364,9 @@ class _DecodeStep(nn.Module):
         for number, shape in enumerate(decoder.shapes):
             whole = (*front, shape.num_heads, max_context, shape.dim)
             layer = self.layers[number // 2]
-            layer.register_buffer(
-                "kv"[number % 2] + "_cache", torch.zeros(whole, dtype=torch_dtype(dtype))
-            )
+            # empty: only its shape counts, and nobody touches its memory
+            cache = torch.empty(whole, dtype=torch_dtype(dtype))
+            layer.register_buffer("kv"[number % 2] + "_cache", cache)
 
     def forward(
         self,
