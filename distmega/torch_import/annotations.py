@@ -16,8 +16,14 @@ def match_annotations(program: Program, patterns: Mapping[str, Layout]) -> dict[
     """Layouts of the weights, states and inputs that patterns name; the later of two patterns wins.
 
     A pattern is a tensor's name or a module's, with the wildcards * ? [ ]; of a module, it means
-    its parameters and buffers. PlanError for one that names nothing.
+    its parameters and buffers. PlanError for one that names nothing, and for what is no mapping.
     """
+    if not isinstance(patterns, Mapping):
+        raise PlanError(
+            f"annotations {patterns!r}",
+            expected="a mapping of patterns of names to layouts",
+            remedy='write {"*.up_proj.weight": shard(0, "tp")}',
+        )
     names = [tensor.name for tensor in program.tensors if tensor.role != "temp"]
     found: dict[str, Layout] = {}
     for pattern, layout in patterns.items():

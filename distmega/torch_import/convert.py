@@ -35,6 +35,7 @@ from distmega.torch_import.operators.values import (
     Value,
     any_value,
     map_values,
+    value_dtype,
 )
 
 IGNORED = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_scalar",
@@ -50,6 +51,10 @@ OF_NUMBERS = {
 
 VIEWS = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 """What does for views of inputs with other strides than those at capture."""
+
+CONTRACTING = ("aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
+"""Operators of which torch wants operands of one type."""
+TENSOR_VALUES = (Handle, Constant, Spread)
 
 COMPUTING = ("aten.linear", "aten.matmul", "aten.softmax", "aten.scaled_dot_product_attention",
              "distmega.attend", "distmega.attend_rows")  # fmt: skip
@@ -287,6 +292,8 @@ class _Converter:
         if any_value((args, kwargs), _is_foreign) or self.b.dtype not in ITEM_BYTES:
             return NotImplemented
         named = _bound(target, args, kwargs)
+        if packet in CONTRACTING:
+            self.require_one_type(packet, named)
         overload = f"{packet}.{target._overloadname}"
         for key in (overload, packet):
             if key in EXPRESSIONS:
@@ -297,6 +304,16 @@ class _Converter:
                 rule: Rule = RULES[key]
                 return rule(self.b, **named)
         return NotImplemented
+
+    def require_one_type(self, packet: str, named: Mapping[str, Value]) -> None:
+        """CaptureError for products of different types, which torch refuses when it runs them."""
+        types = [value_dtype(each) for each in named.values() if isinstance(each, TENSOR_VALUES)]
+        if len({*types}) > 1:
+            raise CaptureError(
+                f"{packet} in {self.b.base or self.name} of {', '.join(types)}",
+                expected="operands of one type",
+                remedy="give example inputs of the type of the weights, or convert in the module",
+            )
 
     def is_known(self, node: fx.Node, args: Any, kwargs: Any) -> bool:
         """Whether a node depends on no input, weight or state, and gives the same every time."""

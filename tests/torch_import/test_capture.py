@@ -197,8 +197,10 @@ def test_annotations_go_by_patterns_of_names():
     ranks = open_ranks(captured, 2, marks)
     with torch.no_grad():
         assert_close(call(ranks, x), module(x))
-    with pytest.raises(PlanError, match=r"'\*.up_prj.weight', which names nothing"):
+    with pytest.raises(PlanError, match=r"'\*.up_prj.weight', which names nothing.*0.up_proj.wei"):
         captured.plan(annotations={"*.up_prj.weight": distmega.replicate()})
+    with pytest.raises(PlanError, match="expected a mapping of patterns"):
+        captured.plan(annotations=["*.up_proj.weight"])
 
 
 class Branching(nn.Module):
@@ -223,6 +225,10 @@ class Failing(nn.Module):
         (lambda: distmega.capture(Growing(), (torch.ones(3),)), "depend on data|has the shape"),
         (lambda: distmega.capture(Failing(), (torch.ones(3),)), "refused it .*no such thing"),
         (lambda: distmega.capture(nn.Linear(4, 2), (torch.ones(3),)), "torch.export refused it"),
+        (
+            lambda: distmega.capture(nn.Linear(4, 2), (torch.ones(3, 4).long(),)),
+            "of i64, f32, f32;",
+        ),
         (lambda: distmega.capture(nn.Linear(4, 2), ()), "missing .*required .*argument"),
         (lambda: distmega.capture(nn.Linear(4, 2), torch.ones(4)), r"write capture\(module, \(x,"),
         (lambda: distmega.capture(torch.relu, (torch.ones(4),)), "expected a torch.nn.Module"),

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BertConfig, JambaConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    JambaConfig,
+    PretrainedConfig,
+    ViTConfig,
+)
 
 from distmega import CPU, DeviceMesh, plan_program, replicate, shard
 from distmega.compiled import CompiledProgram
@@ -305,6 +311,15 @@ def test_a_model_without_caches_is_refused():
     )
     with pytest.raises(CaptureError, match="0 of 2 layers have caches"):
         open_decoder(recurrent)
+
+
+def test_what_is_no_decoder_says_so():
+    with pytest.raises(CaptureError, match=r"vit, of which transformers has no decoder; .*capture"):
+        open_decoder(ViTConfig(num_hidden_layers=1))
+    config = family_config("llama")
+    config.num_hidden_layers = 0
+    with pytest.raises(CaptureError, match="llama of 0 layers; expected a layer at least"):
+        open_decoder(config)
 
 
 def test_a_class_that_fails_is_one_clear_error():
