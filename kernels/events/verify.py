@@ -3,7 +3,7 @@
 Comes in: an op and the extents of its tiles, or an event's producer and consumers. Goes out: a
 TaskGrid; whose tasks trigger an event, how long its dims are, what its counts follow from.
 analyse.py makes graphs of these; verify_events holds graphs that somebody wrote to the same. That
-waits are enough is for check.py.
+waits are enough is for queues/check.py.
 """
 
 from collections.abc import Mapping, Sequence

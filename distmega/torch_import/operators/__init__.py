@@ -1,8 +1,8 @@
 """What operators of torch become in a program, one rule an operator.
 
 A node's arguments come in, tensors as values (values.py), with a Build (build.py); the value of its
-result goes out. Start at table.py; the files beside it fill its table, by what operators do, and
-expressions.py has those that are one expression an element.
+result goes out. Start at table.py, which has operators that are one expression an element; the
+files beside it have a rule for each other one, by what operators do.
 """
 
 from distmega.torch_import.operators import (
@@ -15,8 +15,7 @@ from distmega.torch_import.operators import (
     reductions,
     views,
 )
-from distmega.torch_import.operators.expressions import EXPRESSIONS
-from distmega.torch_import.operators.table import RULES, Rule
+from distmega.torch_import.operators.table import EXPRESSIONS, RULES, Rule
 
 __all__ = [
     "EXPRESSIONS",

@@ -1,6 +1,6 @@
 """Operators of one expression an element where an argument changes the expression.
 
-In: as table.py says. Out: rules of its table. The others are in expressions.py. Next: products.py.
+In: as table.py says. Out: rules of its table. The others are in table.py. Next: products.py.
 """
 
 import math

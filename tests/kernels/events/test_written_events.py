@@ -24,7 +24,7 @@ from distmega.program.text import parse_program
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from tests.hostir.programs import run_program
-from tests.kernels.events.test_event_queues import E1, TILES, experts, given
+from tests.kernels.events.queues.test_event_queues import E1, TILES, experts, given
 from tests.kernels.events.test_events import SCATTERED, chain_of, rows_and_heads, two_products
 
 

@@ -22,7 +22,7 @@ from distmega.kernels.events import (
     run_queues,
 )
 from distmega.kernels.events.analyse import Tilings
-from distmega.kernels.events.queues import (
+from distmega.kernels.events.queues.assign import (
     Drain,
     Dynamic,
     Entry,

@@ -15,8 +15,8 @@ from itertools import groupby
 from typing import Literal
 
 from distmega.errors import ProgramError
-from distmega.kernels.events.cost import drains_faster, total_rows
 from distmega.kernels.events.graph import EventGraph, EventId, TaskGrid, TaskId
+from distmega.kernels.events.queues.cost import drains_faster, total_rows
 
 Dynamic = Literal["auto", "never", "always"]
 """Whether regions that the data size are drained; auto: where that is expected to take less."""

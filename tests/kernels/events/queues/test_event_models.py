@@ -20,7 +20,7 @@ from distmega.kernels.events import (
     run_ranks,
 )
 from distmega.kernels.events.graph import EventId, TaskId
-from distmega.kernels.events.queues import Dynamic, Entry, Queues, without_wait
+from distmega.kernels.events.queues.assign import Dynamic, Entry, Queues, without_wait
 from distmega.models.decoder import build_decoder
 from distmega.program.types import Program, accesses
 from tests.e2e.running import relative_error

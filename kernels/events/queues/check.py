@@ -20,8 +20,8 @@ from collections.abc import Iterator
 
 from distmega.errors import CheckError
 from distmega.kernels.events.graph import TaskId
-from distmega.kernels.events.knowledge import Knowledge
-from distmega.kernels.events.queues import Drain, Entry, Queues, graph_writers, starts_read
+from distmega.kernels.events.queues.assign import Drain, Entry, Queues, graph_writers, starts_read
+from distmega.kernels.events.queues.knowledge import Knowledge
 
 
 def check_queues(queues: Queues) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from distmega.errors import CheckError, HangError, ProgramError
 from distmega.kernels.events.graph import EventGraph, EventId, TaskId
-from distmega.kernels.events.queues import Drain, Entry, Queues, graph_writers
-from distmega.kernels.events.reference import TileReference
+from distmega.kernels.events.queues.assign import Drain, Entry, Queues, graph_writers
+from distmega.kernels.events.queues.reference import TileReference
 from distmega.kernels.events.values import RunTime
 from distmega.sharding.layout.mesh import DeviceMesh
 

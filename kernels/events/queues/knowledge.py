@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from distmega.kernels.events.graph import EventGraph, EventId, TaskId
-from distmega.kernels.events.queues import (
+from distmega.kernels.events.queues.assign import (
     Drain,
     Dynamic,
     Entry,

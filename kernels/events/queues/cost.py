@@ -3,7 +3,7 @@
 Comes in: tasks with their costs, which of them run under random routings, a number of SMs. Goes
 out: which of the two is expected to end first. Costs are bytes that an SM could have read
 meanwhile. Static queues wait for the SM that got most, draining pays for each task that it takes.
-Used by queues.py for graphs, and for kernels on a GPU whose tiles are one op's.
+Used by assign.py for graphs, and for kernels on a GPU whose tiles are one op's.
 """
 
 import heapq
