@@ -1,12 +1,13 @@
 """From the ops of a segment to the kinds of work that one persistent kernel does.
 
 A segment (a Program) comes in; fused ops go out, each after what it reads, or an UnsupportedError
-that names an op. Start at types.py, then segment.py, whose docstring has the rules; views.py and
-formulas.py serve it.
+that names an op. Start at types.py, then segment.py, whose docstring has the rules and whose table
+RULES names them; rows.py, products.py, experts.py, attention.py and choice.py are what they do.
 """
 
 from distmega.kernels.tasks.fuse.formulas import canonical, substitute
-from distmega.kernels.tasks.fuse.segment import Joining, first_that_fits, fuse_segment
+from distmega.kernels.tasks.fuse.segment import first_that_fits, fuse_segment
+from distmega.kernels.tasks.fuse.state import Joining
 from distmega.kernels.tasks.fuse.types import (
     IDENTITY,
     ExpertSlots,

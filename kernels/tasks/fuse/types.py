@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distmega.program import expr
-from distmega.program.types import (
-    Tensor,
-)
+from distmega.program.types import Tensor
 
 Limits = Literal["given", "candidates", "all"]
 IDENTITY = expr.Arg(0)

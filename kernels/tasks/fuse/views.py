@@ -5,11 +5,7 @@ In: a segment. Out: where what each shows lies. Next on the walk: segment.py.
 
 from dataclasses import dataclass
 
-from distmega.program.types import (
-    Program,
-    packed_strides,
-    view_strides,
-)
+from distmega.program.types import Program, packed_strides, view_strides
 
 
 @dataclass(frozen=True, slots=True)

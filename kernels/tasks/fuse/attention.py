@@ -1,0 +1,96 @@
+"""Attention with the rotations, norms and appends in front of it.
+
+Next on the walk: choice.py.
+"""
+
+from distmega.kernels.tasks.fuse.state import Fusion, does_not_fuse, norm_of, num_reduced, out_of
+from distmega.kernels.tasks.fuse.types import Fused, FusedAttention, InputNorm
+from distmega.program.kinds import kind_of
+from distmega.program.types import Op
+
+
+def fuse_attention(fusion: Fusion, op: Op) -> Fused:
+    """Attention with the rotations, norms and appends in front of it."""
+    bias = fusion.read(op, 4) if op.kind == "biased_attention" else ""
+    if len(op.reads) > 4 and (not bias or fusion.tensors[bias].role != "weight"):
+        raise does_not_fuse(op)
+    appends = [append_to(fusion, op, fusion.read(op, position)) for position in (1, 2)]
+    q, q_last, q_table = rotated(fusion, op, fusion.read(op, 0))
+    k, k_last, k_table = rotated(fusion, appends[0], fusion.read(appends[0], 0))
+    if q_table != k_table:
+        raise does_not_fuse(appends[0])
+    head_dim = fusion.tensors[fusion.read(op, 1)].shape[-1]
+    norms = [head_norm(fusion, *each, head_dim) for each in ((q, q_last), (k, k_last))]
+    q_norm = k_norm = None
+    if q_table and all(norms):  # of queries and keys, or of neither
+        (q, q_norm), (k, k_norm) = (taken_norm(fusion, norm) for norm in norms if norm)
+    fusion.take(op, *appends)
+    v = fusion.read(appends[1], 0)
+    fusion.attended += [q, k, v]
+    scale, window = op.attr("scale"), op.attr("window")
+    softcap = op.get("softcap", 0.0)
+    assert isinstance(scale, float)
+    assert isinstance(softcap, float)
+    assert isinstance(window, int)
+    return FusedAttention(
+        name=op.name,
+        q=q,
+        k=k,
+        v=v,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        positions=fusion.read(op, 3),
+        table=q_table,
+        k_cache=fusion.read(op, 1),
+        v_cache=fusion.read(op, 2),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        bias=bias,
+        out=out_of(op),
+    )
+
+
+def rotated(fusion: Fusion, user: Op, name: str) -> tuple[str, Op, str]:
+    """What `name`, which attention or an append takes, is the rotation of; the op that takes
+    that; the table of angles.
+    """
+    rope = fusion.producers.get(name)
+    if rope is None or not kind_of(rope).rotates:
+        return name, user, ""
+    positions = 1 if kind_of(user).appends else 3
+    if fusion.read(rope, 2) != fusion.read(user, positions):
+        raise does_not_fuse(user)
+    fusion.take(rope)
+    return fusion.read(rope, 0), rope, fusion.read(rope, 3)
+
+
+def head_norm(fusion: Fusion, name: str, user: Op, head_dim: int) -> Op | None:
+    """The rms norm of each head that `name` is, if `user` alone takes it."""
+    norm = fusion.producers.get(name)
+    if norm is None or kind_of(norm).statistics != "rms" or num_reduced(norm) != head_dim:
+        return None
+    return norm if fusion.only_user(name) is user else None
+
+
+def taken_norm(fusion: Fusion, norm: Op) -> tuple[str, InputNorm]:
+    """What a norm that attention does is of, and how."""
+    fusion.take(norm)
+    return fusion.read(norm, 0), norm_of(norm)
+
+
+def append_to(fusion: Fusion, attention: Op, cache: str) -> Op:
+    """The op that appends to a cache at the positions of `attention`."""
+    op = fusion.producers.get(cache)
+    if op is None or not kind_of(op).appends or fusion.read(op, 1) != fusion.read(attention, 3):
+        raise does_not_fuse(attention)
+    if fusion.position[op.name] > fusion.position[attention.name]:
+        raise does_not_fuse(op)
+    if len(op.reads) > 2:  # says of each row whose cache it is
+        raise does_not_fuse(op)
+    return op
+
+
+def attends_to_caches(op: Op) -> bool:
+    """Whether it mixes cached values, those that the position of each row sees."""
+    return kind_of(op).mixes_values and kind_of(op).reads_positions
