@@ -26,7 +26,7 @@ from distmega.hostir.ir.nodes import (
     Node,
     walk_nodes,
 )
-from distmega.hostir.lower.lower import KERNEL_KINDS, REACHING_ALL, Localized, lower_program
+from distmega.hostir.lower.lower import REACHING_ALL, Localized, lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import KernelRunner
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
@@ -40,7 +40,7 @@ from distmega.kernels.runtime.memory import allocate_arena, arena_views
 from distmega.kernels.runtime.stepping import SteppingRunner
 from distmega.kernels.runtime.symmetric import Team
 from distmega.kernels.tasks.cost import segment_us
-from distmega.program.kinds import collective_kinds
+from distmega.program.kinds import collective_kinds, kind_of, kinds
 from distmega.program.types import Op, Program, accesses, packed_strides
 from distmega.program.types import Tensor as ProgramTensor
 from distmega.sharding.search.cost import CPU_DEVICE, H200_DEVICE
@@ -255,7 +255,7 @@ def _interpreted_us(program: Program) -> float:
     """Predicted time of a program on CPUs; inf where the interpreter lacks an op."""
     tensors = program.tensor_map()
     strides = {tensor.name: packed_strides(tensor.shape) for tensor in program.tensors}
-    computing = [op for op in program.ops if op.kind in KERNEL_KINDS]
+    computing = [op for op in program.ops if kind_of(op).in_megakernel]
     if all(_is_encodable(op, tensors, strides) for op in computing):
         return program_us(program, CPU_DEVICE)
     return math.inf
@@ -276,10 +276,11 @@ def _require_one_launch(host: HostProgram) -> None:
     ]
     if len(host.segments) == 1 and not others:
         return
+    done = sorted({*REACHING_ALL, *(kind.name for kind in kinds() if kind.in_megakernel)})
     raise UnsupportedError(
         f"{_describe(others[0], host) if others else f'{len(host.segments)} kernels'} in program "
         f"{host.name!r}",
-        expected=f"ops of one megakernel: {', '.join(sorted({*KERNEL_KINDS, *REACHING_ALL}))}",
+        expected=f"ops of one megakernel: {', '.join(done)}",
         remedy="leave out megakernel=True: library ops do the others",
     )
 

@@ -71,6 +71,8 @@ class OpKind:
     name: as ops and their printed form have it.
     origin: "user" where a user's program may hold it, "sharding" for what sharding puts into a
         rank's program, "internal" for what later passes make.
+    in_megakernel: a persistent kernel has instructions for it (kernels/isa/) or takes it into a
+        fused op (kernels/tasks/fuse/), of the sizes that these can do; a library op elsewhere.
     communicates: ranks of a mesh axis, attr `mesh_axis`, do it together.
     reaches_all: every rank gets the same of it, so a kernel's tasks may push their parts to all.
     sums_all: every rank gets the sum over ranks, or what else they combine by.
@@ -117,6 +119,7 @@ class OpKind:
 
     name: str
     origin: Literal["user", "sharding", "internal"] = "user"
+    in_megakernel: bool = False
     communicates: bool = False
     reaches_all: bool = False
     sums_all: bool = False

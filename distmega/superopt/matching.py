@@ -13,7 +13,8 @@ from itertools import permutations
 
 from distmega.errors import VerifyError
 from distmega.program import expr
-from distmega.program.types import Access, Index, Op, Program, accesses
+from distmega.program.kinds import kind_of
+from distmega.program.types import Access, Index, Op, Program, accesses, contracts
 from distmega.sharding.search.cost import DEVICES
 from distmega.superopt.chains import Chain, ChainFinder, joined_program
 from distmega.superopt.graph.axes import Axes
@@ -177,7 +178,7 @@ class _Matcher:
         """Which of the op's operands are the pattern's, and constants bound by its attributes."""
         positions = tuple(range(len(op.reads)))
         mine, theirs = dict(wanted.attrs), dict(op.attrs)
-        if wanted.kind == "pointwise":
+        if kind_of(wanted).is_elementwise:
             a, b = (expr.parse(str(attrs.pop("expr"))) for attrs in (mine, theirs))
             if mine == theirs:
                 for order, bound in _unify(a, b, {}, constants):
@@ -195,7 +196,7 @@ class _Matcher:
         if mine != theirs or found is None:
             return
         yield positions, found
-        if wanted.kind == "linear":
+        if contracts(wanted):
             yield (1, 0, *positions[2:]), found
 
     def accesses(self, wanted: Op, op: Op, found: Sequence[Access], state: _State) -> _State | None:

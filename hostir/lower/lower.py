@@ -46,14 +46,6 @@ from distmega.sharding.streams.host_loops import HostLoop
 from distmega.superopt.rewrite import Cost, apply_rules, fuse_graphs
 from distmega.superopt.rules import RewriteRule
 
-KERNEL_KINDS = frozenset({
-    "linear", "pointwise", "reduce", "rms_norm", "layer_norm", "softmax", "rope", "attention",
-    "biased_attention", "attend", "kv_append", "embedding", "gather", "slice", "concat", "expand",
-    "reshape", "transpose", "set", "argmax", "take_shard", "top", "topk", "cutoff", "sample",
-    "cumsum", "cumprod", "top_k", "route", "gather_rows", "grouped_linear", "scatter_add",
-})  # fmt: skip
-"""Op kinds that a megakernel does, unless the caller knows better."""
-
 REACHING_ALL = frozenset(kind.name for kind in kinds() if kind.reaches_all)
 """Collectives that a megakernel does, unless the caller knows better."""
 
@@ -252,7 +244,6 @@ def lower_program(
     *,
     megakernel: bool,
     peer_memory: bool,
-    kernel_kinds: frozenset[str] = KERNEL_KINDS,
     is_encodable: Encodable | None = None,
     apart: Container[str] = (),
     max_streams: int = MAX_STREAMS,
@@ -265,13 +256,14 @@ def lower_program(
 ) -> HostProgram:
     """One rank's host program, not yet freed: run passes.run_passes on it.
 
-    kernel_kinds, is_encodable: which ops a megakernel can do; the others, and the ops named in
-    `apart`, become library ops and collectives between segments. peer_memory: outside of loops
-    `collectives`, kinds of these, stay in the kernel, over one mesh axis a segment, and what the
-    plan fuses is one kernel. max_streams: of how many streams the iterations of a host loop take
-    turns. fuse: joins library ops that one kernel can do (fuse.py), which rounds fewer intermediate
-    results. rules: ops that are the program of one become an op that is its graph, before anything
-    else is lowered; with `megakernel` its graph's ops, where that makes the program's `cost` less.
+    is_encodable: which ops of kinds that a megakernel has it can do, all if None; the others, and
+    the ops named in `apart`, become library ops and collectives between segments. peer_memory:
+    outside of loops `collectives`, kinds of these, stay in the kernel, over one mesh axis a
+    segment, and what the plan fuses is one kernel. max_streams: of how many streams the iterations
+    of a host loop take turns. fuse: joins library ops that one kernel can do (fuse.py), which
+    rounds fewer intermediate results. rules: ops that are the program of one become an op that is
+    its graph, before anything else is lowered; with `megakernel` its graph's ops, where that makes
+    the program's `cost` less.
     kept: names of ops that no rule replaces. is_usable: whether a rule's kernels pay at a program's
     sizes. PlanError if a user asked for fused kernels without peer memory, or for no stream.
     """
@@ -294,8 +286,8 @@ def lower_program(
             return False
         if kind_of(op).communicates:
             return peer_memory and op.kind in collectives
-        if op.kind not in kernel_kinds or is_encodable is None:
-            return op.kind in kernel_kinds
+        if not kind_of(op).in_megakernel or is_encodable is None:
+            return kind_of(op).in_megakernel
         strides = {access.tensor: scope.strides(access.tensor) for access in accesses(op)}
         return is_encodable(op, scope.tensors, strides)
 

@@ -18,7 +18,7 @@ from distmega.hostir.passes.fused_kinds import op_exprs
 from distmega.program import expr
 from distmega.program.kinds import kind_of
 from distmega.program.ops.parts import make_op
-from distmega.program.types import Access, Index, Op, Tensor, accesses
+from distmega.program.types import Access, Index, Op, Tensor, accesses, contracts
 
 Product = LibraryOp | FusedMatmul
 
@@ -135,7 +135,7 @@ def _is_product(op: Op) -> bool:
     """Whether an op is x [rows, sums] times w [columns, sums], each of any number of dims but for
     the columns.
     """
-    if op.kind != "linear" or len(op.reads) != 2:
+    if not contracts(op) or len(op.reads) != 2:
         return False
     (x, w), (out,) = op.reads, op.writes
     if not all(map(_is_single, (x, w, out))) or len(out.dims) < 2:

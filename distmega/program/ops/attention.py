@@ -341,6 +341,7 @@ def _attend_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
 define(
     OpKind(
         name="rope",
+        in_megakernel=True,
         rotates=True,
         zero_where=zero_in(0),
         flops=flops_a_result(4),
@@ -350,6 +351,7 @@ define(
 define(
     OpKind(
         name="kv_append",
+        in_megakernel=True,
         appends=True,
         inplace=True,
         zero_where=zero_in(0),
@@ -358,6 +360,7 @@ define(
 )
 ATTENTION = OpKind(
     name="attention",
+    in_megakernel=True,
     mixes_values=True,
     reads_positions=True,
     host_reads="positions",

@@ -210,6 +210,7 @@ def _formula(op: StatedOp) -> expr.Expr:
 define(
     OpKind(
         name="linear",
+        in_megakernel=True,
         contracts=True,
         reads_apart=True,
         added_from=2,
@@ -221,6 +222,7 @@ define(
 define(
     OpKind(
         name="pointwise",
+        in_megakernel=True,
         is_elementwise=True,
         zero_where=lambda op, holders, zero: expr.is_zero(_formula(op), frozenset(zero)),
         finite_where=lambda op, zero: expr.is_finite(_formula(op), frozenset(zero)),
@@ -229,7 +231,13 @@ define(
     )
 )
 define(
-    OpKind(name="reduce", zero_where=zero_if_all, flops=one_a_point, reference=_reduce_reference)
+    OpKind(
+        name="reduce",
+        in_megakernel=True,
+        zero_where=zero_if_all,
+        flops=one_a_point,
+        reference=_reduce_reference,
+    )
 )
 
 COLLECTIVE = OpKind(name="all_to_all", origin="sharding", communicates=True, is_clipped=True)
@@ -239,5 +247,11 @@ define(replace(COLLECTIVE, name="all_gather", reaches_all=True, gathers_all=True
 define(replace(COLLECTIVE, name="all_reduce", reaches_all=True, sums_all=True, is_clipped=False))
 # slices locally: no bytes move
 define(
-    OpKind(name="take_shard", origin="sharding", is_clipped=True, reference=_take_shard_reference)
+    OpKind(
+        name="take_shard",
+        origin="sharding",
+        in_megakernel=True,
+        is_clipped=True,
+        reference=_take_shard_reference,
+    )
 )

@@ -213,9 +213,15 @@ def _concat_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
     return run
 
 
-COPY = OpKind(name="set", only_copies=True, zero_where=zero_if_all, reference=_copy_reference)
+COPY = OpKind(
+    name="set",
+    in_megakernel=True,
+    only_copies=True,
+    zero_where=zero_if_all,
+    reference=_copy_reference,
+)
 for _name in ("set", "slice", "reshape", "transpose"):
     define(replace(COPY, name=_name))
-define(replace(COPY, name="view", reference=_view_reference))
+define(replace(COPY, name="view", in_megakernel=False, reference=_view_reference))
 define(replace(COPY, name="concat", is_clipped=True, reference=_concat_reference))
-define(OpKind(name="expand", only_copies=True, reference=_expand_reference))
+define(OpKind(name="expand", in_megakernel=True, only_copies=True, reference=_expand_reference))

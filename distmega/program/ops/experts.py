@@ -342,11 +342,12 @@ def _scatter_add_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]
     return lambda y, weights, slots, offsets: scatter_values(y, weights, slots, offsets, groups)
 
 
-define(OpKind(name="top_k", reference=_top_k_reference))
-define(OpKind(name="route", counts_rows=True, reference=_route_reference))
+define(OpKind(name="top_k", in_megakernel=True, reference=_top_k_reference))
+define(OpKind(name="route", in_megakernel=True, counts_rows=True, reference=_route_reference))
 define(
     OpKind(
         name="gather_rows",
+        in_megakernel=True,
         masks_padding=True,
         grouped_flops=lambda op, points: 0,
         reference=_gather_rows_reference,
@@ -355,9 +356,12 @@ define(
 define(
     OpKind(
         name="grouped_linear",
+        in_megakernel=True,
         contracts=True,
         host_reads="where groups start",
         reference=_grouped_linear_reference,
     )
 )
-define(OpKind(name="scatter_add", linear_read=0, reference=_scatter_add_reference))
+define(
+    OpKind(name="scatter_add", in_megakernel=True, linear_read=0, reference=_scatter_add_reference)
+)

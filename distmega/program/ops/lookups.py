@@ -110,11 +110,12 @@ def _topk_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
 define(
     OpKind(
         name="embedding",
+        in_megakernel=True,
         looks_up_rows=True,
         masks_padding=True,
         zero_where=zero_in(1),
         reference=_embedding_reference,
     )
 )
-define(OpKind(name="gather", reference=_gather_reference))
-define(OpKind(name="topk", flops=one_a_point, reference=_topk_reference))
+define(OpKind(name="gather", in_megakernel=True, reference=_gather_reference))
+define(OpKind(name="topk", in_megakernel=True, flops=one_a_point, reference=_topk_reference))

@@ -108,6 +108,7 @@ def _centre(x: Any, eps: float) -> Any:
 define(
     OpKind(
         name="rms_norm",
+        in_megakernel=True,
         is_norm=True,
         statistics="rms",
         scales_elements=True,
@@ -122,6 +123,7 @@ define(
 define(
     OpKind(
         name="layer_norm",
+        in_megakernel=True,
         is_norm=True,
         statistics="layer",
         scales_elements=True,
@@ -133,6 +135,7 @@ define(
 define(
     OpKind(
         name="softmax",
+        in_megakernel=True,
         is_norm=True,
         statistics="softmax",
         flops=flops_a_result(4),
@@ -142,6 +145,7 @@ define(
 define(
     OpKind(
         name="cumsum",
+        in_megakernel=True,
         flops=flops_a_result(4),
         reference=in_fp32(lambda x, row: SCAN_VALUES["cumsum"](x)),
         torch_row_op="cumsum",
@@ -151,6 +155,7 @@ define(
 define(
     OpKind(
         name="cumprod",
+        in_megakernel=True,
         flops=flops_a_result(1),
         reference=in_fp32(lambda x, row: SCAN_VALUES["cumprod"](x)),
         torch_row_op="cumprod",

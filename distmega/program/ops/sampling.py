@@ -218,12 +218,28 @@ def _sample_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
     )
 
 
-define(OpKind(name="argmax", masks_padding=True, flops=one_a_point, reference=_argmax_reference))
-define(OpKind(name="top", chooses_token=True, reference=_top_reference))
-define(OpKind(name="cutoff", chooses_token=True, reference=lambda op, coordinate: cutoff_values))
+define(
+    OpKind(
+        name="argmax",
+        in_megakernel=True,
+        masks_padding=True,
+        flops=one_a_point,
+        reference=_argmax_reference,
+    )
+)
+define(OpKind(name="top", in_megakernel=True, chooses_token=True, reference=_top_reference))
+define(
+    OpKind(
+        name="cutoff",
+        in_megakernel=True,
+        chooses_token=True,
+        reference=lambda op, coordinate: cutoff_values,
+    )
+)
 define(
     OpKind(
         name="sample",
+        in_megakernel=True,
         chooses_token=True,
         masks_padding=True,
         flops=one_a_point,

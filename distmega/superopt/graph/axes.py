@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distmega.errors import ProgramError
-from distmega.program.types import Access, Op, Program, accesses
+from distmega.program.kinds import kind_of
+from distmega.program.types import Access, Op, Program, accesses, contracts
 from distmega.superopt.graph.named import Dims
 
 COMPUTE = ("linear", "pointwise", "reduce", "rms_norm", "layer_norm", "softmax", "attend")
@@ -173,7 +174,8 @@ def _binds(
     known: Sequence[tuple[int, ...]],
 ) -> bool:
     """Whether a tensor whose dims are known can be read so, axis by axis; notes it if it can."""
-    if op.kind in ("linear", "attend") and not _keeps_apart(finder, access, local, known):
+    mixes = contracts(op) or kind_of(op).mixes_values
+    if mixes and not _keeps_apart(finder, access, local, known):
         return False
     for index, dim in zip(access.dims, known, strict=True):
         axes: tuple[int, ...] = ()

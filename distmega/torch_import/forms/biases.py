@@ -17,7 +17,7 @@ from distmega.program import expr
 from distmega.program.kinds import kind_of
 from distmega.program.ops import data_movement
 from distmega.program.ops.attention import attention, biased_attention
-from distmega.program.types import Access, Op, Tensor, packed_strides, view_strides
+from distmega.program.types import Access, Op, Tensor, contracts, packed_strides, view_strides
 from distmega.torch_import.forms.draft import Draft, Emitter
 from distmega.torch_import.forms.views import StridedView, is_whole
 from distmega.torch_import.operators.build import constant_name
@@ -88,12 +88,12 @@ class _ScoreForms:
         self.appended = {
             op.writes[0].tensor
             for op in self.draft.ops
-            if op.kind == "kv_append" and self.laid(op.reads[1].tensor).tensor == self.positions
+            if kind_of(op).appends and self.laid(op.reads[1].tensor).tensor == self.positions
         }
 
     def written_out(self, op: Op) -> _WrittenAttention | None:
         """The attention whose last product an op is."""
-        if op.kind != "linear" or len(op.reads) != 2:
+        if not contracts(op) or len(op.reads) != 2:
             return None
         values = self.cache(op.reads[1])
         if values is None:
@@ -103,7 +103,7 @@ class _ScoreForms:
         if not self.multiplies(op, values, weights, summed=False):
             return None
         softmax = self.maker(op.reads[0].tensor)
-        if softmax is None or softmax.kind != "softmax":
+        if softmax is None or kind_of(softmax).statistics != "softmax":
             return None
         scored = softmax.reads[0].tensor
         if self.shape(scored)[-1] != values.shape[-2]:
@@ -222,7 +222,7 @@ class _ScoreForms:
             if op is None or op.name in seen:
                 continue
             seen.add(op.name)
-            if op.kind == "linear":
+            if contracts(op):
                 found[op.name] = op
             elif op.is_view or kind_of(op).is_elementwise:
                 waiting += [read.tensor for read in op.reads]

@@ -19,7 +19,7 @@ from distmega.kernels.hopper.plan.words import (
 )
 from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, ArenaLayout
 from distmega.kernels.tasks.fuse import Fused, FusedContraction, WeightStream, norms_of
-from distmega.program.types import Program
+from distmega.program.types import Program, contracts
 
 
 class Weights:
@@ -161,7 +161,7 @@ def count_rows(segment: Program) -> int:
         (
             tensors[op.reads[0].tensor].num_elements // columns[op.reads[1].tensor]
             for op in segment.ops
-            if op.kind == "linear"
+            if contracts(op)
         ),
         default=1,
     )

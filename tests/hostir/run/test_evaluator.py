@@ -8,7 +8,7 @@ from distmega.errors import ProgramError, RankFailure
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import parse_host
-from distmega.hostir.lower.lower import KERNEL_KINDS, lower_program
+from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.program.builder import ProgramBuilder
@@ -45,10 +45,12 @@ def test_mlp_equals_torch(megakernel: bool):
         torch.testing.assert_close(run.run(tensors)["y"], expected)
 
 
-@pytest.mark.parametrize("kernel_kinds", [None, KERNEL_KINDS, KERNEL_KINDS - {"reduce"}])
-def test_views_share_storage(kernel_kinds: frozenset[str] | None):
-    options = {} if kernel_kinds is None else {"kernel_kinds": kernel_kinds}
-    host = lowered(with_views(), megakernel=kernel_kinds is not None, **options)
+@pytest.mark.parametrize(
+    ("megakernel", "apart"), [(False, "reduce"), (True, "nothing"), (True, "reduce")]
+)
+def test_views_share_storage(megakernel: bool, apart: str):
+    options = {"is_encodable": lambda op, *_: op.kind != apart}
+    host = lowered(with_views(), megakernel=megakernel, **options)
     tensors = random_tensors(host)
     found = evaluator(host).run(tensors)
     a = tensors["x"] + 1
