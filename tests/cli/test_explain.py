@@ -3,6 +3,10 @@
 import json
 import math
 import re
+import shutil
+import struct
+import subprocess
+import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -17,8 +21,10 @@ from distmega.cli.explain import (
     write_page,
     write_report,
 )
+from distmega.cli.explain.diagram import AXIS_COLOURS
 from distmega.cli.explain.facts import PredictedSpan
 from distmega.cli.explain.fold import fold_lines, folded_text
+from distmega.cli.explain.page import KIND_COLOURS
 from distmega.cli.explain.timeline import predict_timeline
 from distmega.cli.main import main
 from distmega.engine.decode_plan import model_mesh, plan_decode
@@ -77,6 +83,9 @@ def test_figures_add_up_to_those_of_the_plan(llama: ExplainReport):
     assert stage.memory.total_bytes == plan.memory.total_bytes
     assert stage.sent_bytes == plan.num_sent_bytes
     assert stage.time.least_us <= stage.time.bytes_us + stage.time.flops_us + 1e-6
+    assert plan.num_collectives == 34
+    _, text = next(write_report(llama))
+    assert f"in {plan.num_collectives} collectives a token" in text
     held = sum(t.rank_bytes for t in stage.tensors if t.role == "weight")
     assert held == stage.memory.weight_bytes
 
@@ -269,3 +278,45 @@ def test_rules_that_make_ops_are_named():
     assert "made by rule gated_mlp.k4096.n11008.rows16 at m0=20 k=576 n=1536: " in notes[20]
     assert ", 1 more alike" in notes[20]
     assert "made by rule" not in notes[1]
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(BROWSER is None, reason="no chromium to draw the page")
+def test_a_browser_draws_the_page(llama: ExplainReport, tmp_path: Path):
+    """The layer's divided boxes, and below them the bars of time, in their colours."""
+    page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
+    page.write_text(write_page(llama))
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,2600")
+    command = [str(BROWSER), *options, f"--screenshot={picture}", page.as_uri()]
+    subprocess.run(command, check=True, capture_output=True)
+    rows = picture_rows(picture.read_bytes())
+    divided, bar = bytes.fromhex(AXIS_COLOURS[0][1:]), bytes.fromhex(KIND_COLOURS["linear"][1:])
+    at = {colour: [y for y, row in enumerate(rows) if colour in row] for colour in (divided, bar)}
+    assert len(at[divided]) > 500
+    assert max(at[bar]) > max(at[divided])
+
+
+def picture_rows(png: bytes) -> list[bytes]:
+    """The rows of a PNG of 8 bits a colour, three colours a pixel."""
+    width, height, depth, colours = struct.unpack(">IIBB", png[16:26])
+    assert (depth, colours) == (8, 2)
+    data, at = b"", 8
+    while at < len(png):
+        (size,) = struct.unpack(">I", png[at : at + 4])
+        if png[at + 4 : at + 8] == b"IDAT":
+            data += png[at + 8 : at + 8 + size]
+        at += size + 12
+    raw, above, rows = zlib.decompress(data), bytes(3 * width), []
+    for y in range(height):
+        kind, row = raw[y * (3 * width + 1)], bytearray(raw[y * (3 * width + 1) + 1 :][: 3 * width])
+        for x in range(3 * width) if kind else ():
+            left, up = row[x - 3] if x >= 3 else 0, above[x]
+            corner = above[x - 3] if x >= 3 else 0
+            near = min((left, up, corner), key=lambda one: abs(left + up - corner - one))
+            row[x] = (row[x] + (0, left, up, (left + up) // 2, near)[kind]) % 256
+        above = bytes(row)
+        rows.append(above)
+    return rows

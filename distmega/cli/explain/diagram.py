@@ -183,6 +183,7 @@ def _edges(
 ) -> Iterator[str]:
     makers = {name: node for node in nodes for name in node.writes}
     labelled: dict[str, str] = {}
+    labels: list[str] = []
     for node in nodes:
         for name in dict.fromkeys(node.reads):
             maker = makers.get(name)
@@ -195,10 +196,10 @@ def _edges(
             x0, y0 = start.x + box / 2, start.y + maker.height
             x1, y1 = end.x + box / 2, end.y
             if rows[node.key] - rows[maker.key] > 1 and abs(x0 - x1) < box:
-                bend = -40.0
+                bend = -30 - max(start.x, end.x) / 3  # so the curve stays left of all boxes
                 path = (
-                    f"M{start.x:.0f},{start.y + maker.height / 2:.0f} C{bend - 30:.0f},{y0:.0f}"
-                    f" {bend - 30:.0f},{y1:.0f} {end.x:.0f},{y1 + node.height / 2:.0f}"
+                    f"M{start.x:.0f},{start.y + maker.height / 2:.0f} C{bend:.0f},{y0:.0f}"
+                    f" {bend:.0f},{y1:.0f} {end.x:.0f},{y1 + node.height / 2:.0f}"
                 )
             else:
                 half = (y0 + y1) / 2
@@ -209,10 +210,11 @@ def _edges(
             if form and name not in labelled and maker.kind != "source":
                 below = y0 + 14 + 12 * [*labelled.values()].count(maker.key)
                 labelled[name] = maker.key
-                yield (
+                labels.append(
                     f'<text class="small" x="{x0 + 6:.0f}" y="{below:.0f}" style="fill:{colour}">'
                     f"{escape(str(form))}</text>"
                 )
+    yield from labels
 
 
 def _box(node: _Node, corner: _Corner, box: float) -> str:

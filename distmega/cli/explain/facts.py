@@ -7,6 +7,8 @@ Next: collect.py, which fills these in.
 from dataclasses import dataclass
 from typing import Literal
 
+from distmega.program.kinds import communicates
+
 Bound = Literal["bytes", "flops", "launch"]
 """What an op's predicted time is mostly made of."""
 
@@ -67,7 +69,9 @@ class OpFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveFacts:
-    """A collective, or a local slice that changes a layout; num_bytes: that a rank sends."""
+    """A collective, or a local slice that changes a layout. kind: with what it combines by, as in
+    "all_reduce sum"; num_bytes: that a rank sends.
+    """
 
     name: str
     kind: str
@@ -76,6 +80,10 @@ class CollectiveFacts:
     num_bytes: int
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+
+    @property
+    def communicates(self) -> bool:
+        return communicates(self.kind.split()[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

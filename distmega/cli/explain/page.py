@@ -46,7 +46,7 @@ td, th { padding: 2px 10px 2px 0; text-align: left; vertical-align: top }
 .key span { display: inline-block; width: 12px; height: 12px; margin: 0 5px 0 14px;
   vertical-align: -1px }
 .op { cursor: help } .op:hover rect, .op:focus rect { stroke-width: 3 }
-svg .small { fill: #555; font-size: 11px }
+svg .small { fill: #555; font-size: 11px; paint-order: stroke; stroke: #fff; stroke-width: 3px }
 #tip { position: fixed; display: none; max-width: 520px; background: #fff; padding: 8px 10px;
   border: 1px solid #888; box-shadow: 0 2px 8px #0003; white-space: pre-wrap; font-size: 12px }
 """

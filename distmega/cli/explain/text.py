@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from distmega.cli.explain.facts import ExplainReport, OpFacts, SegmentFacts, StageFacts, TensorFacts
 from distmega.cli.explain.fold import folded_text
-from distmega.program.kinds import communicates
 from distmega.sharding.explain import Groups, format_bytes, format_us
 
 Section = tuple[str, str]
@@ -58,7 +57,7 @@ def _cost(stage: StageFacts, report: ExplainReport) -> Iterator[str]:
     yield f"  decode steps: {stage.runs_as}"
     held = (f"{word} {format_bytes(size)}" for word, size in memory.parts() if size)
     yield f"  a rank holds: {format_bytes(memory.total_bytes)} = {' + '.join(held)}"
-    num = sum(communicates(one.kind) for one in stage.collectives)
+    num = sum(one.communicates for one in stage.collectives)
     yield f"  a rank sends: {format_bytes(stage.sent_bytes)} in {num} collectives {report.step}"
     yield from (f"  {note}" for note in stage.notes)
 
