@@ -6,13 +6,13 @@
 
 A case is a program of superopt/programs.py; its proven graphs come from rules files, or a search
 where none has it. On a GPU a rule that was measured is launched as it was then; of other graphs the
-likeliest ways to divide and launch them are measured first, with --again of all graphs. The best
-one is timed in one run and in turn with torch.compile max-autotune and the unfused program, each a
-CUDA graph over copies of the inputs that together exceed 200 MB, so that no cache holds them.
-Results are compared with the program's in float64. Before, everything is compiled by processes of
-their own, one a case, so that the GPU is measured alone. --keep writes the fastest plans as rules,
-proven once more. The floor is one reading of the inputs and one writing of the outputs at the rate
-of a copy. Writes bench/results/superopt-<device>.json.
+ways to divide and launch them that are predicted to take least are measured first, with --again of
+all graphs. The best one is timed in one run and in turn with torch.compile max-autotune and the
+unfused program, each a CUDA graph over copies of the inputs that together exceed 200 MB, so that no
+cache holds them. Results are compared with the program's in float64. Before, everything is compiled
+by processes of their own, one a case, so that the GPU is measured alone. --keep writes the fastest
+plans as rules, proven once more. The floor is one reading of the inputs and one writing of the
+outputs at the rate of a copy. Writes bench/results/superopt-<device>.json.
 """
 
 import argparse

@@ -36,6 +36,12 @@ INSTEAD = {
 }
 """Part of a name -> what to say."""
 
+PROSE = re.compile(
+    r"\b(likeliest|blueprints?|uncollected|lend(s|ing)?|tagged words?|dra(w|ws|wn|wing))\b", re.I
+)
+"""Words that pages, comments and docstrings don't say either."""
+PICTURES = ("cli/explain", "trace_file", "draw_imports")
+"""Parts of the paths of files that draw pictures."""
 LAUNCH_FILES = re.compile(r"launch(er|ers|es)?\.py")
 PARTS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 
@@ -73,6 +79,18 @@ def faults(path: Path, source: str) -> list[str]:
         for line, name in defined(ast.parse(source))
         for word in sorted(parts(name) & INSTEAD.keys())
     ]
+
+
+def test_pages_and_comments_say_them_too():
+    files = [*modules().values(), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    found = [
+        f"{path}:{number} {line.strip()}"
+        for path in files
+        if not any(part in path.as_posix() for part in PICTURES)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if PROSE.search(line) and not re.search("drawing|drawn with|draws pictures", line)
+    ]
+    assert not found
 
 
 def test_names_say_the_words_of_the_field():

@@ -161,8 +161,9 @@ class BatchRunner:
         positions: Sequence[int],
         sample_inputs: Mapping[str, Tensor] = NO_SAMPLE_INPUTS,
     ) -> None:
-        """The next step appends a token to each of the first sequences, at its position. draws:
-        the segment's inputs that say how tokens are sampled, a row a sequence, if it samples.
+        """The next step appends a token to each of the first sequences, at its position.
+        sample_inputs: the segment's inputs that say how tokens are sampled, a row a sequence, if it
+        does.
         """
         self._set_sampling(sample_inputs)
         device = self._state.device

@@ -30,7 +30,7 @@ PARTIAL_EXTRA = 16
 """float32 words after the 8 rows of outputs of a partial: 8 maxima, 8 sums."""
 
 SETTINGS = 3
-"""Numbers that say how the tokens of a sequence are drawn: see one_row/bodies/sample.py."""
+"""Numbers that say how the tokens of a sequence are sampled: see one_row/bodies/sample.py."""
 SEEDS_AT, SETTINGS_AT, EVENTS_AT = REPORT_WORDS, REPORT_WORDS + BATCH, 64
 """64-bit words behind the report: a seed a sequence; its settings, as float32; the events. Behind
 these lie the lists of logits that may be sampled (batch/bodies/limits.py), or the flagged words

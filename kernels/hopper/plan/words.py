@@ -229,7 +229,7 @@ class RowBarrier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSample:
-    """The best candidate of logits row0 to num_rows - 1, where tokens are drawn: this rank's own,
+    """The best candidate of logits row0 to num_rows - 1, where tokens are sampled: this rank's own,
     of which the SM keeps its rows from element `logits` on, or, if vocab > 0, those of all ranks,
     which lie in flagged words from src on: of each rank a whole number of units, the first `vocab`
     rows of which are tokens, so rows are slots there. dst: first flagged word of what SMs exchange

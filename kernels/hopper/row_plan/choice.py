@@ -1,4 +1,4 @@
-"""Instructions and buffers of the choice of a token: the likeliest, or a sample within limits.
+"""Instructions and buffers of the choice of a token, the most likely one or a sample.
 
 Next on the walk: ../one_row/bodies/sample.py.
 """

@@ -23,7 +23,7 @@ from distmega.program.types import Op, contracts, grouped_index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class FusibleProduct:
     """A linear with what stands around it: the norm before, the sum over ranks behind."""
 
     op: Op
@@ -141,7 +141,7 @@ def slots_of(fusion: Fusion, total: Op, product: Op, by: Literal["rows", "column
     )
 
 
-def product_of(fusion: Fusion, name: str) -> Sequence[Product]:
+def product_of(fusion: Fusion, name: str) -> Sequence[FusibleProduct]:
     """The linear, or sum of experts, whose result `name` is, if one op alone reads it and no
     fused op has it.
     """
@@ -156,7 +156,7 @@ def product_of(fusion: Fusion, name: str) -> Sequence[Product]:
     return (found,) if found.out == name and fusion.only_user(name) is not None else ()
 
 
-def product_around(fusion: Fusion, op: Op) -> Product:
+def product_around(fusion: Fusion, op: Op) -> FusibleProduct:
     """A linear, or experts, with the norm of its x and the sum of its result over ranks."""
     if op.kind == "scatter_add":
         return expert_product(fusion, op)
@@ -164,16 +164,16 @@ def product_around(fusion: Fusion, op: Op) -> Product:
         raise does_not_fuse(op)
     x, norm = fusion.normed(fusion.read(op, 0), num_reduced(op))
     out, num_ranks, ops = fusion.summed(op)
-    return Product(op=op, x=x, norm=norm, out=out, num_ranks=num_ranks, ops=ops)
+    return FusibleProduct(op=op, x=x, norm=norm, out=out, num_ranks=num_ranks, ops=ops)
 
 
-def expert_product(fusion: Fusion, total: Op) -> Product:
+def expert_product(fusion: Fusion, total: Op) -> FusibleProduct:
     """The last matrices of experts, with the sums over these and over ranks."""
     last = fusion.producers.get(fusion.read(total, 0))
     if last is None or not multiplies_groups(last) or fusion.only_user(out_of(last)) is not total:
         raise does_not_fuse(total)
     out, num_ranks, ops = fusion.summed(total)
-    return Product(
+    return FusibleProduct(
         op=last,
         x=fusion.read(last, 0),
         norm=None,

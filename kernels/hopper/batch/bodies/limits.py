@@ -1,4 +1,4 @@
-"""Drawing tokens within top-k and top-p for several sequences: an SM a sequence, from all of its
+"""Sampling tokens within top-k and top-p for several sequences: an SM a sequence, from all of its
 logits, behind the event at which all SMs have written theirs. Where ranks share the model, each has
 all of their logits (team.py) and samples as one alone would.
 
@@ -170,7 +170,7 @@ def tally(lists, num, longest, least, highest, scale):
 @gluon.jit
 def list_enough(logits, num_rows, bound, highest, heat, scale, top_k, wanted, lists):
     """Lists logits from a bound on which top_k of them reach and which have the mass `wanted`, or
-    all that can be drawn: the lengths, the longest, the bound, how many are listed, their mass.
+    all that can be sampled: the lengths, the longest, the bound, how many are listed, their mass.
     """
     floor = highest - NEVER_SAMPLED * heat
     bound = gl.maximum(bound, floor)

@@ -1,4 +1,4 @@
-"""Drawing the next tokens of several sequences at a temperature alone, each SM from its own logits.
+"""Sampling tokens of several sequences at a temperature alone, each SM from its own logits.
 
 In: an SM's logits of all sequences, settings and seeds. Out: its best candidates, in place of its
 highest logits. Each thread keeps its own best candidate of every sequence, all of which are then

@@ -1,4 +1,4 @@
-"""Drawing the next token in the kernel: what every SM does with its logits once the head is done.
+"""Sampling the next token in the kernel: what every SM does with its logits once the head is done.
 
 In: this SM's logits, the settings and the seed of the request. Out: its best candidate, flagged, in
 the place where the greedy kernel has its highest logit, so that all else stays as it is. Where

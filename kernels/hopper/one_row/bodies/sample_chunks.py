@@ -1,4 +1,4 @@
-"""Chunks in which SMs exchange numbers to find the limits of a draw: 8 flagged words of every SM.
+"""Chunks in which SMs exchange numbers to find the limits of a sample: 8 flagged words of every SM.
 
 In: the symmetric buffer and the first word of a chunk. Out: what all SMs published there. Next on
 the walk: sample_all.py.
