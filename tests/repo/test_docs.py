@@ -159,6 +159,16 @@ def anchors(page: Path) -> set[str]:
     return {title.strip().replace(" ", "-") for title in plain}
 
 
+def test_the_docs_list_all_benchmarks():
+    """Files of bench/ that are commands, but for the one that writes tables."""
+    text = (ROOT / "docs/contributing.md").read_text()
+    (listed,) = re.findall(r"one file a benchmark: ([^;]*);", text)
+    commands = {
+        path.stem for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()
+    }
+    assert set(re.findall(r"\w+", listed)) == commands - {"tables"}
+
+
 def test_links_lead_to_files_and_headings():
     wrong = []
     for page in filter(Path.exists, ALL_PAGES):
