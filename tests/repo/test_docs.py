@@ -18,7 +18,7 @@ import distmega
 from distmega.cli.main import Command
 from tests.repo import draw_imports
 from tests.repo.pages import ALL_PAGES, PAGES, Block, blocks_of, prose
-from tests.repo.source import ROOT
+from tests.repo.source import ROOT, python_files
 
 LANGUAGES = {"setup", "python", "sh", "text", "mermaid"}
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -234,3 +234,20 @@ def test_files_that_pages_name_exist():
             if "/" in name and not any((room / name).exists() for room in symmetric_buffers):
                 missing.append(f"{page.name}: {name}")
     assert not missing
+
+
+OF_OTHERS = {"run_NAME", "verb_noun", "max_pool2d_with_indices"}
+"""Names on pages that stand for others, or are torch's."""
+
+
+def test_names_that_pages_set_as_code_exist():
+    code = "".join(path.read_text() for path in python_files())
+    known = set(re.findall(r"\w+", code)) | OF_OTHERS
+    dead = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for name in re.findall(r"[A-Za-z_]\w{3,}", " ".join(re.findall(r"`([^`\n/]+)`", text))):
+            is_name = "_" in name or not (name.islower() or name.isupper())
+            if is_name and name not in known:
+                dead.append(f"{page.name}: {name}")
+    assert not dead
