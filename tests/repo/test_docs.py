@@ -246,7 +246,9 @@ def test_names_that_pages_set_as_code_exist():
     dead = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-        for name in re.findall(r"[A-Za-z_]\w{3,}", " ".join(re.findall(r"`([^`\n/]+)`", text))):
+        set_as_code = " ".join(re.findall(r"`([^`\n]+)`", text))
+        without_paths = re.sub(r"[\w.-]*/[\w./-]*", "", set_as_code)
+        for name in re.findall(r"[A-Za-z_]\w{3,}", without_paths):
             is_name = "_" in name or not (name.islower() or name.isupper())
             if is_name and name not in known:
                 dead.append(f"{page.name}: {name}")
