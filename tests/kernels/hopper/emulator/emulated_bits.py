@@ -2,10 +2,12 @@
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.batch_plan import words as batch_words
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.plan import words
@@ -38,14 +40,19 @@ def hash_of_words(encoded: Tensor, counts: Tensor | None = None) -> str:
 def emulated(
     program: Program, values: Mapping[str, Tensor], num_sms: int, seed: int
 ) -> tuple[str, list[Tensor]]:
-    """The hash, and outputs in order, in the program's types."""
+    """The hash, and outputs in order, in the program's types; by the kernel of several rows where
+    that of one row refuses one.
+    """
     inputs = {one.name: values[one.name] for one in program.with_role("input")}
-    if count_rows(program) > 1:
+    row_case = None
+    if count_rows(program) == 1:
+        with suppress(UnsupportedError):
+            row_case = case_of(program, num_sms=num_sms)
+    if row_case is None:
         case = batch_case(program, num_sms=num_sms)
         ((found,),) = emulate(case, values, [inputs], seed)
         tokens = torch.tensor(found.tokens[0]) if found.tokens else None
     else:
-        row_case = case_of(program, num_sms=num_sms)
         ((one,),) = row_case.emulate(values, [inputs], seed)
         case, found = row_case, one
         tokens = torch.tensor(one.tokens) if one.tokens else None
