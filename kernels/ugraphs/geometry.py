@@ -16,7 +16,12 @@ from itertools import product
 from distmega.errors import UnsupportedError, VerifyError
 from distmega.kernels.machines import MACHINES
 from distmega.kernels.ugraphs.source import LAZY_ELEMENTS, GraphLaunch, graph_source
-from distmega.kernels.ugraphs.values import HALVES, padded_sizes
+from distmega.kernels.ugraphs.values import (
+    HALVES,
+    MATRIX_COLUMNS,
+    MATRIX_ROWS,
+    padded_sizes,
+)
 from distmega.program.dtypes import item_bytes
 from distmega.sharding.search.cost import DEVICES, Machine
 from distmega.superopt.chains import joined_program
@@ -69,6 +74,11 @@ PRODUCT_INSTRUCTIONS = 2.5
 
 THREAD_ELEMENTS = 64
 """Elements of one value that a thread holds, at most."""
+
+PRODUCT_ELEMENTS = 1024
+"""Elements of a product's operands that a thread holds, at most: an MLP of 2 to 4 rows over all of
+2048 columns at once, 1536, spilled.
+"""
 
 REGISTER_WARPS = 20
 """Warps that an SM's registers have room for, about 100 registers a thread."""
@@ -189,6 +199,8 @@ def _launched(graph: UGraph, kernel: Kernel, machine: Machine) -> Iterator[Shape
         for resident in block.residents(warps, machine):
             launch = GraphLaunch(num_warps=warps, stages=1, early=True, resident=resident)
             yield Shape(kernel=kernel, launch=launch, time_us=block.resident_us(launch, machine))
+        if block.held(warps) > PRODUCT_ELEMENTS:
+            continue
         for stages in STAGES if kernel.loop else (1,):
             stages = min(stages, kernel.loop[1]) if kernel.loop else 1
             launch = GraphLaunch(num_warps=warps, stages=max(stages, 1), early=early, eager=True)
@@ -261,6 +273,23 @@ class _Block:
 
     def of(self, axes: Iterable[str]) -> int:
         return math.prod(self.tiles[axis] for axis in set(axes))
+
+    def held(self, warps: int) -> float:
+        """Elements that a thread holds of a product's operands at once: tiles of 16 x 8 are divided
+        among warps, each of which has all of what it sums. Of products whose rows tensor cores read
+        from shared memory themselves, none.
+        """
+        most = 0.0
+        for op in filter(self._is_product, self.kernel.ops):
+            a, b = (set(self.axes[arg]) - set(op.reduced) for arg in op.args)
+            columns, rows = sorted(map(self.of, (a - b, b - a)))
+            if rows >= MATRIX_ROWS and columns >= MATRIX_COLUMNS:
+                continue
+            down = max(1, min(warps, rows // 16))
+            across = max(1, min(warps // down, columns // 8))
+            tile = max(rows // down, 16) + max(columns // across, 8)
+            most = max(most, tile * self.of(op.reduced) / 32)
+        return most
 
     def _is_product(self, op: BlockOp) -> bool:
         """Whether tensor cores do it."""

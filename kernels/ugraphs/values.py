@@ -18,6 +18,9 @@ LEAST_DOT = 16
 MATRIX_ROWS, MATRIX_COLUMNS = 64, 16
 """The least product whose rows a Hopper GPU's tensor cores read from shared memory themselves."""
 
+LEAST_COLUMNS = 8
+"""Columns of a product that a warp's tensor cores take at once."""
+
 HALVES = {"bf16": "tl.bfloat16", "f16": "tl.float16"}
 """Types of 16 bits, as Triton calls them."""
 
@@ -56,10 +59,14 @@ def is_wide(graph: UGraph) -> bool:
 
 
 def padded_sizes(graph: UGraph, kernel: Kernel) -> dict[str, int]:
-    """Elements of a block along each axis with their padding: the next power of two, and in a loop
-    16 columns of a product of at least 64 rows that has fewer. With fewer Triton takes the rows
-    through registers, and does not copy them to shared memory ahead: an attention of 4 heads to a
-    cache took 2.5 us for each 64 KB of an SM's keys and values, where memory brings them in 1.8.
+    """Elements of a block along each axis with their padding: the next power of two, and 8 columns
+    of a product that has fewer, 16 in a loop over one of at least 64 rows.
+
+    Triton takes fewer than 8 through registers, in an order that no thread has room for: an MLP of
+    2 rows spilled 1600 bytes a thread, and a layer of it took 131 us instead of 30. With fewer than
+    16 it takes the rows through registers too, and does not copy them to shared memory ahead: an
+    attention of 4 heads to a cache took 2.5 us for each 64 KB of an SM's keys and values, where
+    memory brings them in 1.8.
     """
     tiles = tile_extents(kernel, joint_extents(graph))
     sizes = {axis: 1 << (size - 1).bit_length() for axis, size in tiles.items()}
@@ -69,15 +76,18 @@ def padded_sizes(graph: UGraph, kernel: Kernel) -> dict[str, int]:
     def count(axes: set[str]) -> int:
         return math.prod(sizes[axis] for axis in axes)
 
-    products = [op for op in kernel.ops if op.kind == "contract" and op.stage == "body"]
-    for op in products if not is_wide(graph) else ():
-        if count(set(op.reduced)) < LEAST_DOT:
+    for op in kernel.ops if not is_wide(graph) else ():
+        if op.kind != "contract" or count(set(op.reduced)) < LEAST_DOT:
             continue
         a, b = (along[arg] - set(op.reduced) for arg in op.args)
         columns, rows = sorted((a - b, b - a), key=count)
-        if 1 < count(columns) < MATRIX_COLUMNS and count(rows) >= MATRIX_ROWS:
+        is_tall = count(rows) >= MATRIX_ROWS
+        if is_tall and op.stage != "body":
+            continue  # rows come through registers anyhow
+        least = MATRIX_COLUMNS if is_tall else LEAST_COLUMNS
+        if 1 < count(columns) < least:
             widest = max(sorted(columns), key=sizes.__getitem__)
-            sizes[widest] *= MATRIX_COLUMNS // count(columns)
+            sizes[widest] *= least // count(columns)
     return sizes
 
 

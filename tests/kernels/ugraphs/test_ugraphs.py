@@ -16,6 +16,7 @@ from distmega.errors import UnsupportedError
 from distmega.kernels.machines import H200
 from distmega.kernels.ugraphs.geometry import (
     LATENCY_US,
+    PRODUCT_ELEMENTS,
     GraphPlan,
     _Block,
     early_kernels,
@@ -26,7 +27,7 @@ from distmega.kernels.ugraphs.geometry import (
 )
 from distmega.kernels.ugraphs.runner import load_kernels
 from distmega.kernels.ugraphs.source import GraphLaunch, graph_source, kernel_tensors
-from distmega.superopt.graph.regrid import regrid_kernel
+from distmega.superopt.graph.regrid import regrid_kernel, with_kernels
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.resize import resized_rule
 from distmega.superopt.rules import RewriteRule, shipped_rules
@@ -120,6 +121,23 @@ def test_few_columns_are_padded_where_tensor_cores_read_rows_from_shared_memory(
     assert "mma.sync" not in code.ptx
     assert code.ptx.count("ld.global") == 1, "the queries"
     assert code.stack_bytes == 0
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_few_rows_of_an_mlp_spill_nothing(rows: int):
+    """Fewer columns than tensor cores take at once are padded, and not all are summed at once."""
+    known = rule("gated_mlp.k4096.n11008.rows16")
+    sized = resized_rule(known, (("m0", rows), ("k", 2048), ("n", 4096)))
+    (code,) = compiled(rule_plan(sized))
+    assert code.stack_bytes == 0
+    graph = parse_graph(sized.graph)
+    looped = regrid_kernel(graph, graph.kernels[0], (("n", 512),), 4)
+    graph = with_kernels(graph, [looped], 2**40)
+    launches = (GraphLaunch(num_warps=8, stages=2),)
+    (code,) = compiled(GraphPlan(graph=graph, launches=launches, time_us=0.0))
+    assert "mma.sync" in code.ptx
+    assert code.stack_bytes == 0
+    assert _Block(graph, replace(looped, loop=None)).held(8) > PRODUCT_ELEMENTS
 
 
 def test_a_kernel_behind_a_small_one_starts_early():
