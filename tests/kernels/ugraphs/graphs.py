@@ -144,28 +144,3 @@ ugraph turns
   return y
 """
 """Blocks that may be taken in turn: what only x and g make is made once."""
-
-NORM_APART = """\
-ugraph rmsnorm_linear
-  axis m0:16
-  axis d:4096
-  axis n:4096
-  input x: bf16[m0, d]
-  weight g: bf16[d]
-  weight w: bf16[n, d]
-  temp v1: bf16[m0, d]
-  temp linear_1: bf16[m0, n]
-  kernel k0 grid m0:16
-    load x = x(m0, d) imap 0 fmap -
-    load g = g(d) imap - fmap -
-    before v0 = contract[m0] x x over d
-    before v1 = map[m0, d] '((a0 * rsqrt(((a1 * 0.000244140625) + 1e-05))) * a2)' x v0 g
-    store v1 omap 0 fmap -
-  kernel k1 grid n:128 loop d:64
-    load v1 = v1(m0, d) imap - fmap 1
-    load w = w(n, d) imap 0 fmap 1
-    body linear_1 = contract[m0, n] v1 w over d
-    store linear_1 omap 1 fmap -
-  return linear_1
-"""
-"""A norm of 16 rows in one kernel, its linear layer in another."""
