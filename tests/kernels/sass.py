@@ -9,7 +9,8 @@ from tests.kernels.sm90 import OBJDUMP
 NUM_PRODUCTS = 64
 """Instructions by which a group of 8 units is multiplied by 1024 columns of x, a warp's part."""
 _ADDRESS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);")
-_BACK = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
+_BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
+_CONTROL = re.compile(r"\b(BRA|BSSY|BSYNC|BAR|WARPSYNC|EXIT|CALL|RET|BREAK|SHFL)\b")
 
 
 def instructions(cubin: Path) -> list[tuple[str, str]]:
@@ -27,10 +28,42 @@ def spills_in_products(cubin: Path) -> list[str]:
     products = [at for at, line in enumerate(lines) if "HMMA" in line]
     loops = []
     for end, line in enumerate(lines):
-        branch = _BACK.search(line)
+        branch = _BRANCH.search(line)
         start = index.get(int(branch[1], 16), end) if branch else end
         if sum(start <= at < end for at in products) >= NUM_PRODUCTS:
             loops.append((end - start, start, end))
     assert loops, "no loop of products"
     _, start, end = min(loops)
     return [line for line in lines[start:end] if re.search(r"\b(LDL|STL)\b", line)]
+
+
+def parted_at_barriers(cubin: Path) -> list[str]:
+    """Branches by which lanes skip a few instructions, with nothing to bring the warp together
+    before the barrier that both ways lead to. The warp stays parted behind it, and what it does
+    once a warp from there on is done twice: a kernel of one row never ended.
+    """
+    found = instructions(cubin)
+    index = {int(place, 16): at for at, (place, _) in enumerate(found)}
+    lines = [line for _, line in found]
+
+    def aim(at: int) -> int:
+        branch = _BRANCH.search(lines[at])
+        return index.get(int(branch[1], 16), -1) if branch else -1
+
+    parted = []
+    for at, line in enumerate(lines):
+        barrier = aim(at)
+        skips = re.match(r"@!?(P\d)", line)
+        if not skips or "BAR.SYNC" not in lines[barrier] or is_of_all(skips[1], lines[:at]):
+            continue
+        end = next(n for n in range(at + 1, len(lines)) if _CONTROL.search(lines[n]))
+        if end == barrier or (lines[end].startswith("BRA") and aim(end) == barrier):
+            parted.append(f"{found[at][0]}: {line}")
+    return parted
+
+
+def is_of_all(predicate: str, before: list[str]) -> bool:
+    """Whether all lanes have the same there: it was last set from uniform registers alone."""
+    wrote = re.compile(rf"^(@!?U?P\d )?[A-Z]\S*SETP\S* ({predicate}|P\d, {predicate}),")
+    last = next((line for line in reversed(before) if wrote.match(line)), "R0")
+    return not re.search(r"\bR\d", last)

@@ -73,6 +73,22 @@ def fence_all():
 
 
 @gluon.jit
+def join_lanes():
+    """Brings the lanes of each warp together again. Before a barrier of warps behind a store of
+    some lanes: ptxas may make a branch of it and let the warp come to the barrier in two parts.
+    """
+    # impure, so that it stays where it stands; Gluon has barriers of whole groups of warps alone
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def clock():
     """Nanoseconds, the same on every SM."""
     # cycle counters of SMs differ; impure, so that it stays where it stands

@@ -41,6 +41,7 @@ from distmega.kernels.hopper.ptx.device import (
     flagged,
     flagged_float,
     high_half,
+    join_lanes,
     keep,
     low_half,
     single,
@@ -295,4 +296,5 @@ def pointwise_task(
                 write_rows(
                     words, symmetric, kept, row, wanted, y, flag, field(FORMULAS, i, "publishes")
                 )
+    join_lanes()
     cta_barrier()

@@ -5,7 +5,7 @@ import pytest
 from tests.kernels.hopper.expert_code import expert_code
 from tests.kernels.hopper.one_row.test_decode_code import LOADER_REGISTERS, LOADER_WARPS
 from tests.kernels.ptx import bare_signals, plain_spins, unfenced_loads
-from tests.kernels.sass import spills_in_products
+from tests.kernels.sass import parted_at_barriers, spills_in_products
 from tests.kernels.sm90 import REGISTERS, SHARED_BYTES
 
 CASES = (
@@ -20,6 +20,7 @@ CASES = (
 def test_experts_fit_an_sm(width, num_ranks, weighing):
     code = expert_code(width, num_ranks, weighing, batch=16)
     assert spills_in_products(code.cubin) == []
+    assert parted_at_barriers(code.cubin) == []
     assert code.stack_bytes == 0
     assert code.shared_bytes <= SHARED_BYTES
     assert 32 * (8 * code.registers + LOADER_WARPS * LOADER_REGISTERS) <= REGISTERS

@@ -21,7 +21,7 @@ from tests.kernels.hopper.one_row.test_decode_code import LoneTeam
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import bare_signals, plain_spins, unfenced_loads
 from tests.kernels.row_programs import HEADS, PROGRAMS, attending
-from tests.kernels.sass import instructions, spills_in_products
+from tests.kernels.sass import instructions, parted_at_barriers, spills_in_products
 from tests.kernels.sm90 import SHARED_BYTES, Machine
 
 MOST_INSTRUCTIONS = {"gated": 2000, "attention": 4700, "odd sizes": 2900}
@@ -67,6 +67,7 @@ def test_nothing_spills_and_nothing_unused_is_there(name: str):
     code = compiled(name)
     assert code.stack_bytes == 0
     assert spills_in_products(code.cubin) == []
+    assert parted_at_barriers(code.cubin) == []
     assert code.shared_bytes <= SHARED_BYTES
     assert len(instructions(code.cubin)) <= MOST_INSTRUCTIONS[name]
     assert plain_spins(code.ptx) == []
@@ -91,6 +92,7 @@ def test_pointwise_work_fits_an_sm(name: str):
     code = compiled_program(program)
     assert code.stack_bytes <= SPILLED_BYTES.get(name, 0)
     assert spills_in_products(code.cubin) == []
+    assert parted_at_barriers(code.cubin) == []
     assert code.shared_bytes <= SHARED_BYTES
     assert plain_spins(code.ptx) == []
     assert bare_signals(code.ptx) == []
@@ -106,6 +108,7 @@ def test_sums_of_an_input_over_ranks_fit_an_sm(num_layers: int):
     code = compiled_program(localize(plan).program, 2)
     assert code.stack_bytes == 0
     assert spills_in_products(code.cubin) == []
+    assert parted_at_barriers(code.cubin) == []
     assert code.shared_bytes <= SHARED_BYTES
     assert plain_spins(code.ptx) == []
 
@@ -118,5 +121,6 @@ def test_gathers_over_ranks_fit_an_sm(name: str):
     code = compiled_program(localize(plan).program, 2)
     assert code.stack_bytes == 0
     assert spills_in_products(code.cubin) == []
+    assert parted_at_barriers(code.cubin) == []
     assert code.shared_bytes <= SHARED_BYTES
     assert plain_spins(code.ptx) == []

@@ -8,7 +8,7 @@ from distmega.models.sampling import Method
 from tests.kernels.hopper.batch_plan.test_batch_team import decode_plan, open_batch_runner
 from tests.kernels.offline import offline
 from tests.kernels.ptx import bare_signals, plain_spins
-from tests.kernels.sass import spills_in_products
+from tests.kernels.sass import parted_at_barriers, spills_in_products
 from tests.kernels.sm90 import SHARED_BYTES, Machine
 
 PLAIN, LIMITED = Method(kind="plain"), Method(kind="limited", num_candidates=64)
@@ -41,6 +41,7 @@ def test_it_fits_an_sm(machine: Machine):
 def test_nothing_spills_where_weights_are_multiplied(machine: Machine):
     """Which would cost a third of a step (docs/notes/batch.md)."""
     assert spills_in_products(machine.cubin) == []
+    assert parted_at_barriers(machine.cubin) == []
 
 
 def test_waits_and_signals_are_as_they_should_be(machine: Machine):

@@ -30,6 +30,7 @@ from distmega.sharding.planner import plan_program
 from tests.kernels.hopper.emulator.one_row.test_gathers import build, columns_of
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import WAIT, bare_signals, loads, plain_spins, unfenced_loads
+from tests.kernels.sass import parted_at_barriers
 from tests.kernels.sm90 import REGISTERS, SHARED_BYTES, Machine
 
 MODELS = (
@@ -132,6 +133,7 @@ def test_drawing_spills_little(name, num_ranks, kind, num_candidates, spilled):
     assert code.ptx.count("ld.volatile.global") == (asked if num_ranks > 1 else 0)
     assert ("ld.relaxed.sys" in code.ptx) == (num_ranks > 1)
     assert plain_spins(code.ptx) == []
+    assert parted_at_barriers(code.cubin) == []
 
 
 VARIANTS = (
@@ -172,6 +174,7 @@ def test_sums_of_an_input_over_ranks_spill_nothing(num_layers):
     code, _ = code_of(gated_mlp(1, num_layers), 2)
     assert code.stack_bytes == 0
     assert plain_spins(code.ptx) == []
+    assert parted_at_barriers(code.cubin) == []
 
 
 @pytest.mark.nightly
@@ -182,6 +185,7 @@ def test_gathers_over_ranks_spill_nothing(name):
     code, _ = code_of(model, 2)
     assert code.stack_bytes == 0
     assert plain_spins(code.ptx) == []
+    assert parted_at_barriers(code.cubin) == []
 
 
 @pytest.mark.parametrize(("variant", "num_ranks", "spilled"), VARIANTS)
@@ -204,6 +208,7 @@ def test_decode_loads_by_tma_and_waits_in_order(name, num_ranks, trace):
     assert "ld.relaxed" in code.ptx or "ld.acquire" in code.ptx
     assert ("ld.relaxed.sys" in code.ptx) == (num_ranks > 1)
     assert plain_spins(code.ptx) == []
+    assert parted_at_barriers(code.cubin) == []
     assert bare_signals(code.ptx) == []
     assert unfenced_loads(code.ptx) == []
 
