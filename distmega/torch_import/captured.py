@@ -272,7 +272,7 @@ def overlap(tensors: Iterable[Tensor]) -> bool:
         others = ranges.setdefault(x.untyped_storage().data_ptr(), [])
         if any(start < end and begin < stop for begin, end in others):
             return True
-        others.append((start, stop))
+        others.append((int(start), int(stop)))
     return False
 
 

@@ -49,7 +49,9 @@ OF_NUMBERS = {
 }  # fmt: skip
 """Functions of numbers that inputs decide."""
 
-VIEWS = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+VIEWS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default
+}
 """What does for views of inputs with other strides than those at capture."""
 
 CONTRACTING = ("aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")

@@ -16,7 +16,7 @@ from typing import Literal
 
 from distmega.program.kinds import kind_of
 from distmega.program.ops.parts import axis_names, make_op
-from distmega.program.types import Access, Axis, Index, Op, Tensor, accesses
+from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor, accesses
 
 Step = Literal["norm", "rope", "append"]
 STEPS: tuple[Step, ...] = "norm", "rope", "append"
@@ -188,14 +188,14 @@ def state_heads(name: str, heads: HeadsOp, buffers: Mapping[str, Tensor]) -> Op:
             continue
         cache = buffers[part.out].shape
         slots = [Axis(name=f"c_{number}", extent=cache[-2], role="scatter", lookup=True)]
-        rows = ["m"] if heads.own else []
+        whose = ["m"] if heads.own else []
         if len(cache) == 4 and not heads.own:
             slots.insert(0, replace(slots[0], name=f"s_{number}", extent=cache[0]))
         axes += slots
         own = [slot.name for slot in slots]
-        writes.append(_access(part.out, *rows, *own[:-1], *inner, own[-1], d))
+        writes.append(_access(part.out, *whose, *own[:-1], *inner, own[-1], d))
     texts = tuple(" ".join(part.steps) for part in heads.parts)
-    attrs = {"parts": texts, "eps": heads.eps, "several": bool(heads.sequences)}
+    attrs: dict[str, Attr] = {"parts": texts, "eps": heads.eps, "several": bool(heads.sequences)}
     if heads.own:
         attrs["own"] = True
     return make_op(name, FUSED, axes, reads, writes, **attrs)

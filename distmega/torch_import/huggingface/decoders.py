@@ -219,6 +219,7 @@ def open_decoder(config: PretrainedConfig, *, eos_ids: tuple[int, ...] = ()) -> 
             raise _failed(config, model, error) from error
         if covered or (attention == "sdpa" and getattr(model, "_supports_sdpa", False)):
             break
+    assert model is not None, "one attention or the other made it"
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
     return HfDecoder(
         config=config,
