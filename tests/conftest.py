@@ -7,21 +7,35 @@ the tests of a file stay in one, and so do all those of a folder whose tests sta
 import importlib.util
 import os
 import re
+import sys
 from collections import Counter
 
 import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from distmega.env import read_settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait for each other need a core each
     os.environ |= {"OMP_NUM_THREADS": "1", "DISTMEGA_THREADS": "1"}
+    # the hundred processes that tests start would compile our modules anew each
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the Hugging Face Hub
 
 WITH_RANKS = re.compile(r"tests/(e2e|launch|multigpu)/")
+LONG = (
+    "tests/repo/test_lint.py",
+    "tests/kernels/test_newest_triton.py",
+    "tests/repo/test_readme.py",
+    "tests/kernels/hopper/one_row/test_decode_code.py",
+)
+"""Files of few tests that take long. They come first: all others come by their number of tests, the
+fewest last, and a long one there would leave the other process nothing to do.
+"""
 
 settings.register_profile("distmega", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("distmega")
@@ -70,6 +84,14 @@ class _RanksInOneProcess(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         found = WITH_RANKS.match(nodeid)
         return found[0] if found else nodeid.partition("::")[0]
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """The next of the queue, or one of LONG as long as there is any."""
+        for scope in LONG:
+            if scope in self.workqueue:
+                self.workqueue.move_to_end(scope, last=False)
+                break
+        super()._assign_work_unit(node)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:

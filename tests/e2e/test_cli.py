@@ -82,13 +82,20 @@ def test_a_local_run_is_not_slow() -> None:
     assert any(rate_of_a_local_run() >= MIN_TOKENS_PER_S for _ in range(3)), "slow three times"
 
 
-def test_draws_are_the_same_on_every_launcher_and_number_of_ranks() -> None:
+def test_draws_are_the_same_on_every_launcher_and_number_of_ranks(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     drawing = ("--temperature", "1.5", "--top-k", "50", "--top-p", "0.9", "--seed", "7")
     command = ("generate", "tiny-llama", PROMPT, "--max-new-tokens", "16", *drawing)
-    drawn = answer(run(*command))
-    assert answer(run(*command, "--tp", "2")) == drawn
+
+    def answer_here(*arguments: str) -> str:
+        code = main(arguments)
+        return answer(subprocess.CompletedProcess(arguments, code, *capfd.readouterr()))
+
+    drawn = answer_here(*command)
+    assert answer_here(*command, "--tp", "2") == drawn
     assert answer(run(*command, module=TORCHRUN)) == drawn
-    assert answer(run(*command[:-1], "8")) != drawn
+    assert answer_here(*command[:-1], "8") != drawn
 
 
 @pytest.mark.nightly  # the draws above and the README's commands run under torchrun too
@@ -107,7 +114,21 @@ def test_ray_gives_the_same_answer() -> None:
     assert answer(run(*GENERATE, "--tp", "2", "--launcher", "ray")) == local_answer()
 
 
-def test_torchrun_and_tp_that_disagree() -> None:
+def test_torchrun_and_tp_that_disagree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process that is to report says it, the others end silently."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = "distmega: error: 3 ranks are asked for, and WORLD_SIZE=2"
+    for reports in (True, False):
+        monkeypatch.setattr("distmega.cli.main.should_report", lambda reports=reports: reports)
+        assert main([*GENERATE, "--tp", "3"]) != 0
+        assert capsys.readouterr().err.count(message) == reports
+
+
+@pytest.mark.nightly  # which process reports: tests/launch/test_torchrun.py
+def test_torchrun_itself_and_tp_that_disagree() -> None:
     done = run(*GENERATE, "--tp", "3", module=TORCHRUN)
     assert done.returncode != 0
     assert done.stderr.count("distmega: error: 3 ranks are asked for, and WORLD_SIZE=2") == 1
@@ -217,7 +238,14 @@ def test_perplexity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("smollm2", "--tp", "2"), ("llama-3-70b", "--tp", "8", "--machine", "h200")]
+    "arguments",
+    [
+        ("smollm2", "--tp", "2"),
+        ("llama-3.2-1b", "--tp", "8", "--machine", "h200"),
+        pytest.param(
+            ("llama-3-70b", "--tp", "8", "--machine", "h200"), marks=pytest.mark.nightly
+        ),  # as the last, but for its size
+    ],
 )
 def test_explain_is_complete(arguments: tuple[str, ...]) -> None:
     done = run("explain", *arguments)
