@@ -20,6 +20,7 @@ from distmega.launch import LauncherOptions
 from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.load import open_model
+from tests.forked import forked_ranks
 from tests.models.files import FAMILIES, save_tokenizer
 
 CASES = {
@@ -65,7 +66,8 @@ def test_ranks_add_a_bias_once(tmp_path: Path):
         )  # fmt: skip
         return distmega.generate(request, LauncherOptions(device="cpu"))
 
-    (alone,), (shared,) = answer(1).answers, answer(2).answers
+    with forked_ranks():
+        (alone,), (shared,) = answer(1).answers, answer(2).answers
     assert alone.ids == shared.ids
     told = [[step.logprob for step in one.logprobs] for one in (alone, shared)]
     assert told[0] == pytest.approx(told[1], abs=1e-4)

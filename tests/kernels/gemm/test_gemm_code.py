@@ -97,8 +97,17 @@ def test_mixing_two_weights():
         assert count(code, "cp.async.bulk.tensor", "mbarrier::complete_tx") == 4
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("sends", ["scatter", "all"])
+@pytest.mark.parametrize(
+    ("sends", "num_ranks"),
+    [
+        ("scatter", 8),
+        ("all", 2),
+        *(
+            pytest.param(sends, num_ranks, marks=pytest.mark.nightly)
+            for sends, num_ranks in (("scatter", 2), ("scatter", 4), ("all", 4), ("all", 8))
+        ),
+    ],
+)
 def test_sending(sends, num_ranks):
     code = code_of(num_ranks=num_ranks, sends=sends)
     check_products(code, 256, num_loops=2)

@@ -25,7 +25,7 @@ def test_later_launches_are_the_first(monkeypatch, num_ranks):
     seen: list[tuple[object, ...]] = []
     monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
     with offline.offline(monkeypatch):
-        runner: RowRunner = open_runner("smollm2-135m", num_ranks)
+        runner: RowRunner = open_runner("llama-3.2-1b", num_ranks)
         for num_steps in (1, 1, 3):
             runner.decode(num_steps)
     assert_same(seen)
@@ -38,7 +38,7 @@ def test_a_prepared_kernel_is_the_one_that_runs(monkeypatch, batch):
     monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: seen.append(given))
     with offline.offline(monkeypatch) as loaded:
         if batch == 1:
-            runner = open_runner("smollm2-135m", 1)
+            runner = open_runner("llama-3.2-1b", 1)
         else:
             runner = open_batch_runner(decode_plan("smollm2-135m", 1, batch))
         runner.prepare()

@@ -4,7 +4,7 @@ Its registers are what all branches together need, so one model of each kind is 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -58,13 +58,18 @@ class LoneTeam:
         return SimpleNamespace(tensor=lambda team_rank, shape, dtype: words)
 
 
+NUM_LAYERS = 3
+"""The kernel is told how many there are as it is launched: its code is that of the whole preset."""
+
+
 def open_runner(
     name: str, num_ranks: int, method: Method = GREEDY, mode: Mode = "overlap"
 ) -> RowRunner:
-    """A preset's runner, to be used within `offline`."""
+    """Of the first layers of a preset, to be used within `offline`."""
+    config = replace(PRESETS[name], num_layers=NUM_LAYERS)
     options, mesh = EngineOptions(max_context=256), DeviceMesh(tp=num_ranks)
-    plan = plan_decode(PRESETS[name], mesh, H200, options, "none", method=method)
-    lowered = lower_decode(PRESETS[name], plan, options, peer_memory=True, method=method)
+    plan = plan_decode(config, mesh, H200, options, "none", method=method)
+    lowered = lower_decode(config, plan, options, peer_memory=True, method=method)
     (segment,) = lowered.host.segments
     return RowRunner(
         segment,

@@ -16,7 +16,15 @@ COMPUTE_REGISTERS = 168
 
 @pytest.mark.parametrize("kind", [SAMPLED, LIMITED, SEARCHED])
 @pytest.mark.parametrize(
-    ("rows", "num_ranks"), [(256, 1), (1024, 1), (2048, 1), (512, 2), (2048, 4)]
+    ("rows", "num_ranks"),
+    [
+        (256, 1),
+        (2048, 4),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.nightly)
+            for sizes in ((1024, 1), (2048, 1), (512, 2))
+        ),
+    ],
 )
 def test_nothing_spills_and_the_decode_kernel_has_the_registers(kind, rows, num_ranks):
     constants = {"KIND": kind, "ROWS": rows, "RANKS": num_ranks}

@@ -127,7 +127,9 @@ def test_whole_blocks_pass_task_by_task(tp: int) -> None:
     check_queues([explicit_launch(schedule, at, PEER_BUFFERS) for at in range(3)])
 
 
-@pytest.mark.parametrize("layer", [0, 1, 39, 78, 79])
+@pytest.mark.parametrize(
+    "layer", [0, 39, 79, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 78))]
+)
 def test_no_wait_of_a_deep_model_can_go(layer: int, deep: Schedule) -> None:
     """Within a layer, and at the seam to the next, where its first norm waits for the last sum."""
     inside, seam = [], []
