@@ -21,10 +21,9 @@ NUM_TOKENS = "8"
 MIN_TOKENS_PER_S = 5.0
 """One rank on two cores; an idle machine gives four times this, a busy one at times less."""
 
-AT_ONCE_S = 40.0
-"""Of the 60 seconds after which peers give a rank up."""
-
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
+PATIENT = ENVIRONMENT | {"DISTMEGA_TIMEOUT_S": "10000"}
+"""With a limit that no test lives to see: what comes before it comes of itself."""
 GENERATE = ("generate", "smollm2", PROMPT, "--max-new-tokens", NUM_TOKENS, "--max-context", "64")
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "distmega")
 
@@ -138,7 +137,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "distmega", "generate", "smollm2", PROMPT, "--tp", "2",
          "--max-new-tokens", "1000"],
-        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=PATIENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout
     assert process.stdout.read(6) == " Paris"
@@ -146,9 +145,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named() -> None:
     ranks = [child for child in parent.children() if "python" in child.name()]
     assert len(ranks) == 2
     ranks[1].send_signal(signal.SIGKILL)
-    start = time.monotonic()
-    _, stderr = process.communicate(timeout=60)
-    assert time.monotonic() - start < AT_ONCE_S
+    _, stderr = process.communicate(timeout=250)
     assert process.returncode == 1
     assert re.search(r"distmega: error: rank [01] of 2", stderr), stderr
     assert not psutil.pid_exists(ranks[0].pid)
@@ -160,18 +157,16 @@ def test_a_signal_ends_all_ranks_at_once_and_quietly(number: signal.Signals, cod
         process = subprocess.Popen(
             [sys.executable, "-m", "distmega", "generate", "tiny-llama", PROMPT, "--tp", "2",
              "--max-context", "512", "--max-new-tokens", "480"],
-            env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=PATIENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
     assert process.stdout
     assert process.stdout.read(1)
     ranks = psutil.Process(process.pid).children(recursive=True)
     assert len(ranks) >= 2
-    start = time.monotonic()
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
-    assert time.monotonic() - start < AT_ONCE_S
+    _, stderr = process.communicate(timeout=250)
     assert (process.returncode, stderr) == (code, "")
-    _, left = psutil.wait_procs(ranks, 5)
+    _, left = psutil.wait_procs(ranks, 60)
     assert not left
 
 
@@ -281,7 +276,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(command: Sequence[str]) -
         process.stdout.close()
         told = process.stderr.read().splitlines()
         assert not [line for line in told if not line.startswith("loading weights")]
-        assert process.wait(60) == 1
+        assert process.wait(250) == 1
 
 
 def test_a_full_device_is_told_in_one_line() -> None:

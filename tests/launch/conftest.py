@@ -10,7 +10,7 @@ import pytest
 from tests.forked import forked_ranks, forking
 from tests.leftovers import shared_names
 
-GONE_S = 10.0
+GONE_S = 60.0
 
 NODE = {"num_cpus": 2, "object_store_memory": 80_000_000, "include_dashboard": False}
 QUICK_TO_NOTICE = {

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,8 @@ from tests.interrupts import interruptible
 from tests.launch.conftest import is_gone, wait_until
 from tests.launch.targets import Begun, Trap
 
-KILL_LIMIT_S = 40.0
-"""Of the 60 seconds after which peers give a rank up."""
+NEVER_S = 10_000.0
+"""A limit that no test lives to see: what comes before it comes of itself."""
 
 
 FORKED = pytest.mark.usefixtures("forked")
@@ -69,15 +68,13 @@ def test_a_rank_that_dies_is_named_and_ends_the_others_at_once(
 ):
     if payload is None:
         request.getfixturevalue("forked")
-    options = LauncherOptions(num_ranks=3, device="cpu")
+    options = LauncherOptions(num_ranks=3, device="cpu", timeout_s=NEVER_S)
     events = launch("tests.launch.targets:kill_last", payload, options)
     survivor = next(events).value
-    died = time.monotonic()
     with pytest.raises(RankFailure, match="rank 2 of 3") as failure:
         next(events)
     assert how in str(failure.value)
     assert is_gone(survivor)
-    assert time.monotonic() - died < KILL_LIMIT_S
 
 
 @FORKED
@@ -101,13 +98,15 @@ def test_a_rank_that_raises_in_set_up_is_named():
 
 
 @FORKED
-def test_ranks_that_hang_in_set_up_are_named():
+def test_ranks_that_hang_in_set_up_are_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("distmega.launch.local.POSITION_S", 60.0)  # all answer
     with pytest.raises(RankFailure, match=r"no news for 5 s from rank 0 \(starting, at "):
         start("sum_ranks", Trap(300.0), num_ranks=1, start_timeout_s=5)
 
 
 @FORKED
-def test_ranks_that_hang_are_named_with_their_place():
+def test_ranks_that_hang_are_named_with_their_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("distmega.launch.local.POSITION_S", 60.0)  # all answer
     with pytest.raises(RankFailure) as failure:
         start("hang", None, timeout_s=2)
     message = str(failure.value)
@@ -176,7 +175,7 @@ def test_the_ranks_end_with_their_caller(end: signal.Signals):
         assert caller.stdout is not None
         pid = int(caller.stdout.readline())
         caller.send_signal(end)
-        assert caller.wait(10) == -end
+        assert caller.wait(60) == -end
     assert wait_until(lambda: is_gone(pid))
 
 

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -28,7 +27,7 @@ def torchrun(*arguments: object, num_ranks: int = 2) -> subprocess.CompletedProc
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
 
@@ -58,9 +57,7 @@ def test_a_world_size_that_disagrees_is_reported_once():
 
 
 def test_a_killed_rank_is_named_and_ends_the_others():
-    start = time.monotonic()
-    done = torchrun("kill_last", 9, 2, 60)
-    assert time.monotonic() - start < 50  # most of it to start; a lost rank would take its 60 s
+    done = torchrun("kill_last", 9, 2, 10_000)  # which a lost rank would take
     assert done.returncode != 0
     # torchrun may end rank 0 before it can speak; its summary names the rank in any case
     assert all("rank 1 of 2 died, as rank 0 of 2 noticed" in message for message in errors(done))
