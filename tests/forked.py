@@ -1,15 +1,17 @@
 """Processes that begin with torch and our packages loaded, which takes a fresh one seconds: they
 are forked by a server that has loaded them.
 
-`forked_ranks` lets local launchers start their ranks so; tests/launch/test_local.py and the
-commands of tests/e2e start them as users do.
+`run_module` runs a module as a command. `forked_ranks` lets local launchers start their ranks so;
+tests/launch/test_local.py and the commands of tests/e2e start them as users do.
 """
 
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from functools import cache
 from multiprocessing.connection import Connection, Pipe
@@ -47,6 +49,34 @@ def forking() -> tuple[ForkServerContext, int]:
 
 def _tell_parent(connection: Connection) -> None:
     connection.send(os.getppid())
+
+
+def run_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What `python -m module arguments` says and how it ends. The module must bear that torch and
+    what LOADED names are there; Triton is not.
+    """
+    context, _ = forking()
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        streams = [Connection(os.dup(file.fileno())) for file in (stdout, stderr)]
+        process = context.Process(target=_be_module, args=(module, arguments, *streams))
+        process.start()
+        process.join()
+        for stream in streams:
+            stream.close()
+        stdout.seek(0)
+        stderr.seek(0)
+        return subprocess.CompletedProcess(
+            (module, *arguments), process.exitcode or 0, stdout.read(), stderr.read()
+        )
+
+
+def _be_module(
+    module: str, arguments: Sequence[str], stdout: Connection, stderr: Connection
+) -> None:
+    os.dup2(stdout.fileno(), 1)
+    os.dup2(stderr.fileno(), 2)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 class _Rank:

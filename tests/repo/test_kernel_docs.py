@@ -34,7 +34,8 @@ def launched() -> set[str]:
             given = [each.value for each in node.keywords if each.arg == "kernel"]
             if isinstance(node.func, ast.Subscript):
                 given.append(node.func.value)
-            if ast.unparse(node.func).endswith("Launcher"):
+            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if called.endswith("Launcher"):
                 given += node.args[:1]
             names = [each for one in given for each in ast.walk(one)]
             found |= {each.id for each in names if isinstance(each, ast.Name)}

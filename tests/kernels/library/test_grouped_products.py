@@ -2,9 +2,6 @@
 interpreter by both schedules, machine code for sm_90a, and which schedule costs choose.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -24,12 +21,13 @@ from distmega.kernels.library.grouped_products import (
 from distmega.program.builder import ProgramBuilder
 from distmega.program.ops.experts import GroupRange
 from distmega.program.types import Op, Tensor
+from tests.forked import run_module
 from tests.kernels.sm90 import SHARED_BYTES, compile_kernel
 
 
 def test_interpreted_groups_of_any_sizes_are_torchs_by_both_schedules() -> None:
-    command = [sys.executable, "-m", "tests.kernels.library.grouped_products_interpreted"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_module("tests.kernels.library.grouped_products_interpreted")
+    assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 1e-5
 
 

@@ -1,17 +1,15 @@
 """What is done to heads: results under Triton's interpreter, machine code for sm_90a."""
 
-import subprocess
-import sys
-
 import pytest
 
 from distmega.kernels.library.heads import PartSpec, move_rows
+from tests.forked import run_module
 from tests.kernels.sm90 import compile_kernel
 
 
 def test_interpreted_parts_are_torchs() -> None:
-    command = [sys.executable, "-m", "tests.kernels.library.heads_interpreted"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_module("tests.kernels.library.heads_interpreted")
+    assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 1e-5
 
 

@@ -1,18 +1,16 @@
 """Attention of packed prompts: results under Triton's interpreter, machine code for sm_90a."""
 
-import subprocess
-import sys
-
 import pytest
 import triton
 
 from distmega.kernels.library.packed_attention import TILES, attend_rows
+from tests.forked import run_module
 from tests.kernels.sm90 import SHARED_BYTES, compile_kernel
 
 
 def test_interpreted_sequences_of_any_lengths_prefixes_and_windows_are_torchs() -> None:
-    command = [sys.executable, "-m", "tests.kernels.library.packed_attention_interpreted"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_module("tests.kernels.library.packed_attention_interpreted")
+    assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 1e-5
 
 

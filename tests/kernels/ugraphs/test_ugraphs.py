@@ -2,8 +2,6 @@
 tensor cores and spill nothing; found graphs run as megakernels.
 """
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +28,7 @@ from distmega.superopt.graph.regrid import regrid_kernel, with_kernels
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.resize import resized_rule
 from distmega.superopt.rules import RewriteRule, shipped_rules
+from tests.forked import run_module
 from tests.kernels.sm90 import Machine, compile_kernel
 from tests.kernels.ugraphs.graphs import GRAPHS, TURNS
 
@@ -44,8 +43,7 @@ def test_interpreted_kernels_give_what_graphs_give(tmp_path: Path):
         path = tmp_path / f"{number}.txt"
         path.write_text(text)
         files.append(f"{path}{resident}")
-    command = [sys.executable, "-m", "tests.kernels.ugraphs.interpreted", *files]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_module("tests.kernels.ugraphs.interpreted", *files)
     assert done.returncode == 0, done.stderr
     errors = dict(zip(cases, map(float, done.stdout.split()), strict=True))
     assert all(error < 2e-6 for error in errors.values()), errors
@@ -76,8 +74,7 @@ MORE_CASES = {
 )
 def test_compiled_programs_run_shipped_rules_kernels_interpreted(cases: dict[str, int]):
     """At sizes that no rule was made for: kernels ran, and the results are the programs'."""
-    command = [sys.executable, "-m", "tests.kernels.ugraphs.interpreted_rules", *cases]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_module("tests.kernels.ugraphs.interpreted_rules", *cases)
     assert done.returncode == 0, done.stderr
     for (case, kernels), line in zip(cases.items(), done.stdout.splitlines(), strict=True):
         name, launched, error = line.split()
