@@ -34,6 +34,7 @@ from distmega.hostir.run.evaluator import Evaluator
 from distmega.hostir.run.graph_breaks import tensor_breaks
 from distmega.hostir.run.host_cost import explain_host
 from distmega.kernels.gemm.host import PeerMatmuls
+from distmega.kernels.hopper.batch_plan.words import BATCH, MAX_ROWS
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.runtime.compilations import num_compiled
 from distmega.kernels.ugraphs.geometry import pays
@@ -262,8 +263,10 @@ class CompiledProgram:
             )
             return None, str(problem)
         try:
+            most_rows = MAX_ROWS if megakernel is True else BATCH
             plan = on_all_ranks(
-                self.comm, lambda: plan_whole(local, self.comm, self.device, self._rules)
+                self.comm,
+                lambda: plan_whole(local, self.comm, self.device, self._rules, most_rows),
             )
         except UnsupportedError as error:
             if megakernel is True:

@@ -16,6 +16,7 @@ from distmega.errors import UnsupportedError
 from distmega.kernels import late
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
+from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.plan.matrices import count_rows
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.row_plan.queues import build_queues
@@ -38,16 +39,19 @@ def plan_hopper(
     team: Team | None = None,
     mode: Mode = "overlap",
     divided: Container[str] = (),
+    most_rows: int = BATCH,
 ) -> Queues:
     """What a kernel for Hopper GPUs is to do on this rank: that of one row, or that of several,
     which does one row where the first can't. UnsupportedError for a GPU or a segment that they
     can't do. team: the ranks that share it; nothing is asked of them. mode: see build_queues;
     several rows have one event an op in either. divided: tensors of which each rank has another
-    part.
+    part. most_rows: see build_batch_queues.
     """
     team_rank, num_ranks = (team.team_rank, team.size) if team else (0, 1)
     all_sms = require_hopper(device)
-    several = partial(build_batch_queues, segment, weights, states, all_sms, team_rank, divided)
+    several = partial(
+        build_batch_queues, segment, weights, states, all_sms, team_rank, divided, most_rows
+    )
     one = partial(build_queues, segment, weights, states, all_sms, team_rank, mode, divided=divided)
     queues: Queues = several() if count_rows(segment) > 1 else first_that_can(one, several)
     if queues.num_ranks != num_ranks:

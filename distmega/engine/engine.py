@@ -635,6 +635,7 @@ class Engine:
             device=self._weights.device,
             team=team,
             mode=options.events,
+            most_rows=options.kernel_rows,
         )
         queues = on_all_ranks(self.comm, plan if len(segments) == 1 else None)
         if queues is None:

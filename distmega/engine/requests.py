@@ -23,6 +23,8 @@ MAX_DEGREE = 1024
 """Ranks of a stage, and stages."""
 MAX_BATCH = 4096
 """Sequences that are decoded together."""
+MAX_KERNEL_ROWS = 64
+"""Sequences that a decode kernel takes, however slow (kernels/hopper/batch)."""
 MAX_COUNT = 2**31 - 1
 MAX_MEMORY_GB = 1e9
 
@@ -88,6 +90,8 @@ class EngineOptions:
         experts: How ranks share experts out: a part of each, whole ones, or whichever costs less.
         expert_tiles: Experts of prompts on a GPU, one by one by torch, or in tiles that SMs find on
             the device, by fixed queues, one after the other as they get free, or as costs say.
+        kernel_rows: Sequences that the decode kernel of a GPU takes, at most 64; steps of more are
+            library ops.
     """
 
     max_context: int = 0
@@ -101,6 +105,7 @@ class EngineOptions:
     events: Events = "overlap"
     experts: Experts = "auto"
     expert_tiles: ExpertTiles = "auto"
+    kernel_rows: int = 16
 
     def __post_init__(self) -> None:
         _require("max_context", self.max_context, 0)
@@ -109,6 +114,7 @@ class EngineOptions:
         _require("max_batched_tokens", self.max_batched_tokens, 1)
         _require("num_sms", self.num_sms, 1, MAX_NUM_SMS)
         _require("interleave_seed", self.interleave_seed, 0)
+        _require("kernel_rows", self.kernel_rows, 1, MAX_KERNEL_ROWS)
         _require_one_of("collectives", self.collectives, get_args(Collectives))
         _require_one_of("events", self.events, get_args(Events))
         _require_one_of("experts", self.experts, get_args(Experts))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from distmega.kernels.hopper.batch_plan.types import BatchEpilogues, BatchFormulas
+from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.plan.types import ExpertShape
 
 
@@ -81,7 +82,7 @@ class BatchSpec:
     are f32. keeps_tokens: whether tables are looked up besides. choice: how a token is chosen
     (plan/words.py). head_rows: logits of an SM, at most, a power of two. whole_slices: whether rows
     of weights are, and biases of two streams lie without a gap. stages: of the ring; ahead: loads
-    under way at a time, at most.
+    under way at a time, at most. rows: that it computes, 16, 32 or 64.
     """
 
     head_dim: int
@@ -108,3 +109,4 @@ class BatchSpec:
     ahead: int
     experts: ExpertShape | None = None
     biased: bool = False
+    rows: int = BATCH

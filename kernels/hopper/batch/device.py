@@ -6,8 +6,8 @@ scope gpu.
 
 Activations of 16 columns and 16 sequences are one block of 512 bytes in the order in which a lane
 of m16n8k16 holds its operand: column c of sequence b is element ((b % 8) * 4 + c % 8 // 2) * 8 +
-c // 8 * 4 + b // 8 * 2 + c % 2. So x needs no shared memory on its way into a product. Next on the
-walk: team.py.
+c // 8 * 4 + b // 8 * 2 + c % 2. So x needs no shared memory on its way into a product. Of more
+sequences each 16 have a block of their own, side by side. Next on the walk: team.py.
 """
 
 from triton.experimental import gluon
@@ -88,10 +88,21 @@ def signal_event(events, event):
 
 
 @gluon.jit
-def pair_index(column, b):
+def pair_index(column, b, ROWS: gl.constexpr):
     """Place of columns (column, column + 1), the first even, of sequence b, in int32 words."""
     lane = (b % 8) * 4 + column % 8 // 2
-    return column // 16 * (BLOCK // 2) + lane * 4 + column % 16 // 8 * 2 + b // 8
+    if ROWS == BATCH:
+        at = column // 16 * (BLOCK // 2) + lane * 4 + column % 16 // 8 * 2 + b // 8
+    else:
+        block = column // 16 * (ROWS // BATCH) + b // BATCH
+        at = block * (BLOCK // 2) + lane * 4 + column % 16 // 8 * 2 + b % BATCH // 8
+    return at
+
+
+@gluon.jit
+def of_rows(first, ROWS: gl.constexpr):
+    """An offset that words give in elements of 16 rows, in those of ROWS."""
+    return first if ROWS == BATCH else first * (ROWS // BATCH)
 
 
 @gluon.jit

@@ -19,12 +19,14 @@ from distmega.kernels.hopper.batch.bodies.experts import is_of_rows
 from distmega.kernels.hopper.batch.bodies.limits import sample_within_limits
 from distmega.kernels.hopper.batch.bodies.linear import (
     embed_task,
+    finish_task,
     gather_task,
     linear_task,
     next_tokens,
 )
 from distmega.kernels.hopper.batch.bodies.norms import norm_task
 from distmega.kernels.hopper.batch.bodies.pointwise import pointwise_task
+from distmega.kernels.hopper.batch.bodies.products import product_task
 from distmega.kernels.hopper.batch.bodies.sample import sample_tokens
 from distmega.kernels.hopper.batch.device import signal_event, wait_event
 from distmega.kernels.hopper.batch.loader import loader
@@ -43,17 +45,19 @@ from distmega.kernels.hopper.batch_plan.fields import (
     OP_GATHER,
     OP_NORM,
     OP_POINTWISE,
+    OP_PRODUCT,
     OP_SAMPLE,
     OPCODE,
+    PARTIAL_EXTRA,
     STATE_EPOCH,
     STATE_POSITIONS,
-    STATE_TOKENS,
 )
 from distmega.kernels.hopper.epilogues import count, count_gathers, field
 from distmega.kernels.hopper.one_row.bodies.products import address_of, write_addresses
 from distmega.kernels.hopper.plan.fields import GREEDY, SAMPLED, WORDS
 from distmega.kernels.hopper.ptx.device import fence_all, fetch, keep
 from distmega.kernels.hopper.ptx.shapes import (
+    GROUP_LIMIT,
     MMA_M,
     NUM_WARPS,
     PLAIN,
@@ -69,10 +73,10 @@ from distmega.kernels.runtime.mbarriers import make_barriers
 
 
 @gluon.jit
-def write_tokens(tokens, step, chosen):
-    """[16] tokens of a step to row `step` of int32 [steps, 16]."""
-    b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
-    gl.store(tokens + step * BATCH + b, chosen)
+def write_tokens(tokens, step, chosen, ROWS: gl.constexpr):
+    """[ROWS] tokens of a step to row `step` of int32 [steps, ROWS]."""
+    b = gl.arange(0, ROWS, layout=gl.SliceLayout(1, BY_SM))
+    gl.store(tokens + step * ROWS + b, chosen)
 
 
 @gluon.jit
@@ -105,10 +109,17 @@ def sample_from_all(
 
 
 @gluon.jit
-def rows_given(batch):
-    """[16]: the row of the input for each sequence; the first one for those not in use."""
-    b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
+def rows_given(batch, ROWS: gl.constexpr):
+    """[ROWS]: the row of the input for each sequence; the first one for those not in use."""
+    b = gl.arange(0, ROWS, layout=gl.SliceLayout(1, BY_SM))
     return gl.where(b < batch, b, 0)
+
+
+@gluon.jit
+def parts_of(partials, num_sms, spec: gl.constexpr):
+    """Where the parts of products lie, behind the partials of attention."""
+    stride: gl.constexpr = GROUP_LIMIT * SLICE_K * num_halves(spec.head_dim) + PARTIAL_EXTRA
+    return partials + num_sms * (2 * stride)
 
 
 @gluon.jit
@@ -131,6 +142,7 @@ def compute(
     flagged s * num_instructions + i + 1.
     """
     RANKS: gl.constexpr = spec.num_ranks
+    ROWS: gl.constexpr = spec.rows
     EPILOGUES: gl.constexpr = spec.epilogues
     FORMULAS: gl.constexpr = spec.formulas
     EXPERTS: gl.constexpr = spec.experts
@@ -181,27 +193,27 @@ def compute(
                 fence_all()
                 mbarrier.arrive(step_bar.index(0), count=1)
                 if spec.looks_up:
-                    chosen = next_tokens(words, memory, peers, 0, sm, flag, CHOICE, RANKS)
+                    chosen = next_tokens(words, memory, peers, 0, sm, flag, CHOICE, RANKS, ROWS)
                     if (sm == 0) & (step > 0):
-                        write_tokens(memory.tokens, step - 1, chosen)
+                        write_tokens(memory.tokens, step - 1, chosen, ROWS)
                     if spec.keeps_tokens:  # noqa: SIM102  a constant
                         if sm == 0:
-                            write_tokens(state + STATE_TOKENS, 0, chosen)
+                            write_tokens(state + (STATE_POSITIONS + ROWS), 0, chosen, ROWS)
                 else:
-                    chosen = rows_given(batch)
+                    chosen = rows_given(batch, ROWS)
                 embed_task(
-                    words, chosen, memory, peers, sm, flag, EPILOGUES, RANKS, spec.wide_norms
+                    words, chosen, memory, peers, sm, flag, EPILOGUES, RANKS, ROWS, spec.wide_norms
                 )
             elif spec.normalises and words[OPCODE] == OP_NORM:
                 norm_task(
                     words, memory.numbers, memory.acts, memory.vectors, batch, sm, num_sms, eps,
-                    spec.wide_norms,
+                    ROWS, spec.wide_norms,
                 )
             elif count_gathers(EPILOGUES) > 0 and words[OPCODE] == OP_GATHER:
                 gather_task(words, memory, peers, sm, flag, EPILOGUES, RANKS, spec.wide_norms)
             elif count(FORMULAS) > 0 and words[OPCODE] == OP_POINTWISE:
                 pointwise_task(
-                    words, memory, state, batch, step, sm, num_sms, FORMULAS, spec.wide_norms
+                    words, memory, state, batch, step, sm, num_sms, FORMULAS, ROWS, spec.wide_norms
                 )
             elif LIMITED and RANKS == 1 and words[OPCODE] == OP_SAMPLE:
                 sample_within_limits(
@@ -209,6 +221,17 @@ def compute(
                     memory.best_rows, state, batch, step, sm, num_sms, RANKS,
                 )
                 ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
+            elif ROWS > BATCH and words[OPCODE] == OP_PRODUCT:
+                it = product_task(
+                    words, memory.acts, parts_of(memory.partials, num_sms, spec), sm, num_sms, ring,
+                    it, ROWS, spec.stages,
+                )
+                ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
+            elif ROWS > BATCH:
+                finish_task(
+                    words, memory, parts_of(memory.partials, num_sms, spec), sm, num_sms, eps,
+                    EPILOGUES, CHOICE, ROWS, spec.whole_slices, spec.wide_norms,
+                )
             else:
                 if EXPERTS is not None:  # noqa: SIM102  a constant
                     if is_of_rows(words):
@@ -243,9 +266,9 @@ def compute(
         if CHOICE != NO_CHOICE:
             # in words of their own: the next launch's first must not overwrite what no one has read
             after = RANKS * BEST_WORDS
-            chosen = next_tokens(words, memory, peers, after, sm, flag, CHOICE, RANKS)
-            write_tokens(memory.tokens, num_steps - 1, chosen)
-        b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
+            chosen = next_tokens(words, memory, peers, after, sm, flag, CHOICE, RANKS, ROWS)
+            write_tokens(memory.tokens, num_steps - 1, chosen, ROWS)
+        b = gl.arange(0, ROWS, layout=gl.SliceLayout(1, BY_SM))
         position = gl.load(state + STATE_POSITIONS + b)
         gl.store(state + STATE_POSITIONS + b, position + num_steps)
         gl.store(state + STATE_EPOCH, epoch0 + num_steps)

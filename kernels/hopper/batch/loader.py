@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from distmega.kernels.gluon_compat import reinterpret, tma_load
 from distmega.kernels.hopper.batch.bodies.attention import blocks_of, count_blocks, first_piece
 from distmega.kernels.hopper.batch.bodies.experts import (
     group_from,
@@ -24,6 +25,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     ATT_K_ROW,
     ATT_V_ROW,
     ATT_WINDOW,
+    BATCH,
     GROUP_UNITS,
     LIN_NUM_TILES_K,
     LIN_PAIR_ROW,
@@ -33,16 +35,26 @@ from distmega.kernels.hopper.batch_plan.fields import (
     NUM_ROWS,
     NUM_UNITS,
     OP_ATTENTION,
+    OP_PRODUCT,
     OPCODE,
     PACKED,
     PAIRED,
+    PROD_FIRST,
 )
-from distmega.kernels.hopper.one_row.loader import load_block, load_tile
+from distmega.kernels.hopper.one_row.loader import load_block, load_tile, next_slot
 from distmega.kernels.hopper.plan.types import MAX_MATRICES
 from distmega.kernels.hopper.ptx.device import fetch, keep
-from distmega.kernels.hopper.ptx.shapes import TILE_ROWS, UNIT_ROWS, num_halves
+from distmega.kernels.hopper.ptx.shapes import (
+    SLICE_K,
+    TILE_ROWS,
+    UNIT_ROWS,
+    WEIGHT_SHARED,
+    num_halves,
+)
 
 NUM_MATRICES = gl.constexpr(MAX_MATRICES)
+HALF_ROWS = gl.constexpr(64)
+"""Rows of half a tile of a product."""
 
 
 @gluon.jit
@@ -61,6 +73,36 @@ def load_rows(words, weights, ring, it, STAGES: gl.constexpr, AHEAD: gl.constexp
                     weights, words[PACKED] >> MATRIX_SHIFT, row, k, ring.slots, ring.ready,
                     ring.free, it, NUM_MATRICES, STAGES, AHEAD,
                 )
+    return it
+
+
+@gluon.jit
+def load_steps(words, weights, ring, it, STAGES: gl.constexpr, AHEAD: gl.constexpr):
+    """The steps of a product of more than 16 rows: of each 64 columns of two halves of a tile, each
+    the half of another stream where there are two.
+    """
+    halves = reinterpret(
+        ring.slots, gl.bfloat16, [2 * STAGES, 1, HALF_ROWS, SLICE_K], WEIGHT_SHARED
+    )
+    steps = words[LIN_NUM_TILES_K]
+    start = words[PROD_FIRST]
+    for step in range(keep(start), keep(start + words[NUM_UNITS])):
+        tile = step // steps
+        if (words[PACKED] & PAIRED) != 0:
+            row0 = words[LIN_WEIGHT_ROW] + tile * HALF_ROWS
+            row1 = words[LIN_PAIR_ROW] + tile * HALF_ROWS
+        else:
+            row0 = words[LIN_WEIGHT_ROW] + tile * (2 * HALF_ROWS)
+            row1 = row0 + HALF_ROWS
+        for half in gl.static_range(2):
+            slot = next_slot(ring.ready, ring.free, it, STAGES, AHEAD)
+            k = step % steps * 2 + half
+            for i in gl.static_range(NUM_MATRICES):
+                if words[PACKED] >> MATRIX_SHIFT == i:
+                    ready = ring.ready.index(slot)
+                    tma_load(weights[i], [k, row0, 0], ready, halves.index(2 * slot))
+                    tma_load(weights[i], [k, row1, 0], ready, halves.index(2 * slot + 1))
+            it += 1
     return it
 
 
@@ -167,6 +209,8 @@ def loader(
                 it = load_expert_rows(
                     words, weights, ring, it, sm, num_sms, chosen, EXPERTS, spec.stages, spec.ahead
                 )
-            elif EXPERTS is None and words[OPCODE] < MAX_EPILOGUES:
+            elif spec.rows > BATCH and words[OPCODE] == OP_PRODUCT:
+                it = load_steps(words, weights, ring, it, spec.stages, spec.ahead)
+            elif spec.rows == BATCH and EXPERTS is None and words[OPCODE] < MAX_EPILOGUES:
                 it = load_rows(words, weights, ring, it, spec.stages, spec.ahead)
             words = ahead

@@ -59,6 +59,8 @@ STAGES = 12
 """Ring slots: what fits beside the sums of four units."""
 AHEAD = 4
 """Loads under way at a time, at most."""
+HALF_TILE = 1, 64
+"""Slices and rows that a load of a BatchProduct brings: half of what a ring slot has."""
 
 
 class BatchRunner:
@@ -92,7 +94,8 @@ class BatchRunner:
         if queues.attention is None:
             rows = CACHE_ROWS, self._shape.head_dim
             self._cache = torch.zeros(rows, dtype=torch.bfloat16, device=device)
-        descriptors = [describe(weights_arena, matrix) for matrix in queues.matrices]
+        block = None if queues.rows == BATCH else HALF_TILE
+        descriptors = [describe(weights_arena, matrix, block) for matrix in queues.matrices]
         self._weights = [descriptors[min(i, len(descriptors) - 1)] for i in range(3)]
         self._cache_tiles = describe_cache(self._cache, self._shape.head_dim)
         num_sms = len(queues.queues)
@@ -106,21 +109,23 @@ class BatchRunner:
         self._peers = symmetric_buffers if team else None
         limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
         self._alarm = Alarm(symmetric_buffers[team_rank], limit_s)
-        self._acts = zeros(queues.num_chunks * CHUNK // 2, dtype=torch.int32)
+        rows = queues.rows
+        self._acts = zeros(queues.num_chunks * CHUNK // 2 * rows // BATCH, dtype=torch.int32)
         self._numbers = zeros(max(queues.num_numbers, 1))
-        self._own_logits = zeros(BATCH, max(queues.logit_rows, 1))
+        self._own_logits = zeros(rows, max(queues.logit_rows, 1))
         self.logits = self._own_logits
         if queues.gathers:
             self.logits = _view_logits(queues, symmetric_buffers[team_rank])
-        self._sums = zeros(max(queues.num_slots, 1), BATCH, MAX_SMS)
-        self._bests = zeros(BATCH, MAX_SMS)
-        self._best_rows = zeros(BATCH, MAX_SMS, dtype=torch.int32)
+        self._sums = zeros(max(queues.num_slots, 1), rows, MAX_SMS)
+        self._bests = zeros(rows, MAX_SMS)
+        self._best_rows = zeros(rows, MAX_SMS, dtype=torch.int32)
         columns = SLICE_K * -(-self._shape.head_dim // SLICE_K)
-        self._partials = zeros(num_sms * 2, MAX_QUERIES * columns + PARTIAL_EXTRA)
+        of_attention = num_sms * 2 * (MAX_QUERIES * columns + PARTIAL_EXTRA)
+        self._partials = zeros(of_attention + queues.num_parts)
         heads = self._shape.num_kv_heads * self._shape.num_parts
-        self._arrivals = zeros(BATCH * heads, dtype=torch.int32)
+        self._arrivals = zeros(rows * heads, dtype=torch.int32)
         self._state = zeros(STATE_WORDS, dtype=torch.int32)
-        self._tokens = zeros(MAX_STEPS, BATCH, dtype=torch.int32)
+        self._tokens = zeros(MAX_STEPS, rows, dtype=torch.int32)
         self._num_sequences = queues.batch
         self._decode = self._launcher()
 
@@ -137,9 +142,10 @@ class BatchRunner:
         self._set_sampling(tensors)
         self._run(1)
         for kept in queues.outputs:
-            values = self._numbers[kept.first : kept.first + BATCH * kept.num]
+            rows, first = queues.rows, kept.first * queues.rows // BATCH
+            values = self._numbers[first : first + rows * kept.num]
             out = tensors[kept.tensor].view(queues.batch, kept.num)
-            out.copy_(values.view(BATCH, kept.num)[: queues.batch])
+            out.copy_(values.view(rows, kept.num)[: queues.batch])
         if queues.token:
             tensors[queues.token].copy_(self._tokens[0, : queues.batch])
         if queues.logits in self.segment.outputs:
@@ -293,6 +299,7 @@ class BatchRunner:
             ahead=AHEAD,
             experts=queues.experts,
             biased=self._shape.biased,
+            rows=queues.rows,
         )
         return launcher_of(kernel.decode_batch, len(queues.queues), spec)
 

@@ -155,15 +155,28 @@ class BatchDraft:
     eps: float = 0.0
     batch: int = 0
     vocab: int = 0
+    most_rows: int = BATCH
+    """Rows that the segment may have."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether products are instructions of their own, split along k."""
+        return self.batch > BATCH
 
     # what the segment is
 
     def inspect(self) -> None:
         """What all ops share: ranks, rows, extents of attention, the embedding or the input."""
-        found = find_agreement(self.segment, self.fused, max_rows=BATCH, head_dims=HEAD_DIMS)
+        found = find_agreement(
+            self.segment, self.fused, max_rows=self.most_rows, head_dims=HEAD_DIMS
+        )
         self.num_ranks, self.embedding, self.entry = found.num_ranks, found.embedding, found.entry
         self.choice, self.attention, self.eps = found.choice, found.attention, found.eps
         self.batch = found.rows
+        if self.splits and self.num_ranks > 1:
+            raise unfit(f"{self.batch} rows on {self.num_ranks} ranks")
+        if self.splits and self.choice is not None and self.choice.sampler is not None:
+            raise unfit(f"samples of {self.batch} sequences")
         if any(length % ROW_MULTIPLE for length in self.placed.columns.values()):
             raise unfit(f"rows of {sorted(set(self.placed.columns.values()))} elements")
         self.check_caches()
@@ -176,6 +189,8 @@ class BatchDraft:
             are_joined = all((op.q, op.k, op.v) in made for op in attended)
             self.attention = replace(self.attention, apart=not are_joined)
         self.experts = batch_expert_shape(self.fused, self.weights)
+        if self.splits and self.experts:
+            raise unfit(f"experts of {self.batch} rows")
         self.chunks.size = NUM_ZERO_CHUNKS if self.experts else 0
         self.summed = [
             self.elements(op.out) if isinstance(op, FusedGather) else rows_of(op, self.placed)
@@ -307,7 +322,8 @@ class BatchDraft:
         kinds = FusedContraction | FusedAttention | FusedPointwise | FusedGather
         ops = [op for op in self.fused if isinstance(op, kinds)]
         samples = self.choice is not None and is_limited(self.choice.sampler)
-        return 1 + len(ops) + len(made) + int(samples)
+        products = [op for op in ops if isinstance(op, FusedContraction)] if self.splits else []
+        return 1 + len(ops) + len(made) + len(products) + int(samples)
 
     def parts_name(self, number: int) -> str:
         """The buffer of a sum: of two in turn, or its own for a last one before another step."""

@@ -17,6 +17,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchNorm,
     BatchOpcode,
     BatchPointwise,
+    BatchProduct,
 )
 from distmega.kernels.hopper.plan import types, words
 
@@ -26,6 +27,8 @@ def _word(kind: type[BatchInstruction], name: str) -> gl.constexpr:
 
 
 BATCH = gl.constexpr(batch_words.BATCH)
+MAX_ROWS = gl.constexpr(batch_words.MAX_ROWS)
+PRODUCT_TILE = gl.constexpr(batch_words.PRODUCT_TILE)
 BLOCK = gl.constexpr(batch_words.BLOCK)
 MAX_SMS = gl.constexpr(words.MAX_SMS)
 EVENT_WORDS = gl.constexpr(batch_words.EVENT_WORDS)
@@ -40,7 +43,6 @@ EVENTS_AT = gl.constexpr(batch_words.EVENTS_AT)
 STATE_EPOCH = gl.constexpr(batch_words.STATE_EPOCH)
 STATE_HITS = gl.constexpr(batch_words.STATE_HITS)
 STATE_POSITIONS = gl.constexpr(batch_words.STATE_POSITIONS)
-STATE_TOKENS = gl.constexpr(batch_words.STATE_TOKENS)
 
 MAX_EPILOGUES = gl.constexpr(words.MAX_EPILOGUES)
 NO_CHOICE = gl.constexpr(words.NO_CHOICE)
@@ -69,6 +71,7 @@ OP_SAMPLE = gl.constexpr(int(BatchOpcode.SAMPLE))
 OP_NORM = gl.constexpr(int(BatchOpcode.NORM))
 OP_GATHER = gl.constexpr(int(BatchOpcode.GATHER))
 OP_POINTWISE = gl.constexpr(int(BatchOpcode.POINTWISE))
+OP_PRODUCT = gl.constexpr(int(BatchOpcode.PRODUCT))
 
 OPCODE = _word(BatchLinear, "opcode")
 NUM_ROWS = _word(BatchLinear, "num_rows")
@@ -86,6 +89,8 @@ LIN_NUMBERS = _word(BatchLinear, "numbers")
 LIN_CARRY2 = _word(BatchLinear, "carry2")
 PARTS_AT = _word(BatchLinear, "parts")
 OWN_PART = _word(BatchLinear, "own_part")
+PROD_FIRST = _word(BatchProduct, "first_step")
+PROD_MOST = _word(BatchProduct, "most_parts")
 EMB_FIRST_TOKEN = _word(BatchEmbed, "first_token")
 EMB_NUM_TOKENS = _word(BatchEmbed, "num_tokens")
 EMB_FIRST_COLUMN = _word(BatchEmbed, "first_column")

@@ -3,7 +3,7 @@
 Next on the walk: ../batch/bodies/linear.py.
 """
 
-from distmega.kernels.hopper.batch_plan.choice import add_head
+from distmega.kernels.hopper.batch_plan.choice import add_head, logit_rows
 from distmega.kernels.hopper.batch_plan.draft import BatchDraft, Form
 from distmega.kernels.hopper.batch_plan.proof import CHUNK
 from distmega.kernels.hopper.batch_plan.results import (
@@ -19,9 +19,13 @@ from distmega.kernels.hopper.batch_plan.words import (
     NORMED,
     NOTHING,
     PAIRED,
+    PRODUCT_TILE,
+    STEP_K,
     BatchExperts,
     BatchLinear,
     BatchNorm,
+    BatchProduct,
+    sm_of_step,
 )
 from distmega.kernels.hopper.plan.matrices import rows_of, share, tiles_k
 from distmega.kernels.hopper.plan.types import unfit
@@ -46,6 +50,8 @@ def add_contraction(draft: BatchDraft, now: int, op: FusedContraction) -> None:
     if op.experts:
         common["flags"] |= EXPERT_COLUMNS
         behind = first_own(draft) * rows
+    if draft.splits:
+        add_product(draft, op, starts, common)
     if draft.is_ranked(op):
         add_head(draft, op, starts[0], common)
         return
@@ -70,6 +76,39 @@ def add_contraction(draft: BatchDraft, now: int, op: FusedContraction) -> None:
                 **common,
             )
         )
+
+
+def add_product(
+    draft: BatchDraft, op: FusedContraction, starts: list[int], common: dict[str, int]
+) -> None:
+    """The product of a BatchLinear or BatchHead of more than 16 rows, whose fields `common` are;
+    they become those of the instruction that adds up its parts.
+    """
+    rows = logit_rows(draft) if draft.is_ranked(op) else rows_of(op, draft.placed)
+    steps = -(-common["length"] // STEP_K)
+    total, num_sms = -(-rows // PRODUCT_TILE) * steps, draft.num_sms
+    most = max(
+        sm_of_step(first + steps - 1, total, num_sms) - sm_of_step(first, total, num_sms) + 1
+        for first in range(0, total, steps)
+    )
+    shared = {n: common[n] for n in ("matrix", "length", "src", "flags", "squares")}
+    sharing = min(num_sms, total)
+    for sm, queue in enumerate(draft.queues):
+        first, last = (min(n, sharing) * total // sharing for n in (sm, sm + 1))
+        queue.append(
+            BatchProduct(
+                name=op.name,
+                num_rows=rows,
+                num_units=last - first,
+                first_step=first,
+                weight_row=starts[0],
+                pair_row=starts[-1],
+                num_tiles_k=steps,
+                most_parts=most,
+                **shared,
+            )
+        )
+    common |= {"num_tiles_k": steps, "src": most}
 
 
 def position_product(

@@ -31,6 +31,8 @@ from distmega.kernels.hopper.batch_plan.words import (
     NORMED,
     NUMBERS,
     PAIRED,
+    PRODUCT_TILE,
+    STEP_K,
     BatchAttention,
     BatchEmbed,
     BatchExperts,
@@ -40,7 +42,9 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchLinear,
     BatchNorm,
     BatchPointwise,
+    BatchProduct,
     BatchSample,
+    sm_of_step,
 )
 from distmega.kernels.hopper.plan.words import NOTHING, TILE_K, UNIT_ROWS
 from distmega.kernels.tasks.fuse import (
@@ -59,7 +63,9 @@ CHUNK = TILE_K * BATCH
 """Elements of 1024 columns of x."""
 
 Memory = str
-"""Of "x", in chunks of activations; "kept", in blocks of numbers; "squares"; "exchanged" words."""
+"""Of "x", in chunks of activations; "kept", in blocks of numbers; "squares"; "parts", of products;
+"exchanged" words.
+"""
 Content = tuple[str, InputNorm | None, bool]
 """A tensor, its norm, and whether that lacks its factor."""
 
@@ -129,7 +135,8 @@ class _BatchProof:
             hazard = hazard or self.check_pushes(one, now)
             if hazard:
                 return f"{one.name!r}, instruction {now % len(first)}, {hazard}"
-        return find_wrong_experts(self.queues, self.fused) or find_wrong_share(self.queues)
+        found = find_wrong_experts(self.queues, self.fused) or find_wrong_share(self.queues)
+        return found or find_wrong_steps(self.queues)
 
     def check_parts(self, i: int) -> str:
         """Whether all SMs have the same instruction but for their rows, each of which is one's."""
@@ -194,8 +201,11 @@ class _BatchProof:
                 assert isinstance(op, FusedContraction)
                 is_folded = bool(one.flags & NORMED)
                 content = op.x, op.norm, is_folded
-                times = self.queues.max_hits if one.flags & EXPERT_COLUMNS else 1
-                yield _Access("x", range(one.src, one.src + times * one.num_tiles_k), content)
+                if self.queues.rows > BATCH:
+                    yield _Access("parts", range(1), (op.outs[0], op.norm, is_folded))
+                else:
+                    times = self.queues.max_hits if one.flags & EXPERT_COLUMNS else 1
+                    yield _Access("x", range(one.src, one.src + times * one.num_tiles_k), content)
                 if is_folded:
                     yield _Access("squares", range(one.squares, one.squares + 1), content)
                 if isinstance(one, BatchExperts):
@@ -206,6 +216,10 @@ class _BatchProof:
                 rows = one.num_rows // (2 if one.flags & PAIRED else 1)
                 for name, first in zip(op.operands, given, strict=False):
                     yield _Access("kept", _blocks(first, rows), self.exactly(name), own=True)
+            case BatchProduct():
+                assert isinstance(op, FusedContraction)
+                span = range(one.src, one.src + -(-one.length // TILE_K))
+                yield _Access("x", span, (op.x, op.norm, bool(one.flags & NORMED)))
             case BatchAttention():
                 assert isinstance(op, FusedAttention)
                 shape = self.queues.attention
@@ -266,6 +280,10 @@ class _BatchProof:
                 if norm:
                     slot = self.epilogue(one).slot
                     yield _Access("squares", range(slot, slot + 1), content)
+            case BatchProduct():
+                assert isinstance(op, FusedContraction)
+                content = op.outs[0], op.norm, bool(one.flags & NORMED)
+                yield _Access("parts", range(1), content)
             case BatchExperts():
                 assert isinstance(op, FusedContraction)
                 assert self.queues.experts is not None
@@ -326,6 +344,38 @@ class _BatchProof:
                 yield _Push(buffer.words)
 
 
+def find_wrong_steps(queues: BatchQueues) -> str:
+    """The first product of which a step is not one SM's, or whose parts the instruction behind it
+    counts otherwise, "" if there is none.
+    """
+    for i, one in enumerate(queues.queues[0]):
+        if not isinstance(one, BatchProduct):
+            continue
+        then = queues.queues[0][i + 1]
+        tiles = -(-one.num_rows // PRODUCT_TILE)
+        behind, of_tile = 0, [0] * tiles
+        for sm, queue in enumerate(queues.queues):
+            mine = queue[i]
+            assert isinstance(mine, BatchProduct)
+            if mine.first_step != behind:
+                return f"steps {behind} to {mine.first_step} of {one.name!r} are no SM's"
+            behind += mine.num_units
+            steps = range(mine.first_step, behind)
+            total = tiles * one.num_tiles_k
+            if any(sm_of_step(step, total, len(queues.queues)) != sm for step in steps):
+                return f"steps {steps} of {one.name!r} are another SM's than {sm}"
+            for tile in {step // one.num_tiles_k for step in steps}:
+                of_tile[tile] += 1
+        if behind != tiles * one.num_tiles_k or one.num_tiles_k * STEP_K < one.length:
+            return f"of {tiles * one.num_tiles_k} steps of {one.name!r} SMs have {behind}"
+        follows = isinstance(then, BatchLinear | BatchHead) and then.name == one.name
+        if not follows or (then.num_rows, then.num_tiles_k) != (one.num_rows, one.num_tiles_k):
+            return f"{one.name!r} is not followed by what adds its parts up"
+        if max(of_tile) > one.most_parts or then.src != one.most_parts:
+            return f"{one.name!r} has {max(of_tile)} parts of a tile"
+    return ""
+
+
 def _common(one: BatchInstruction) -> tuple[object, ...]:
     """What all SMs have of an instruction."""
     match one:
@@ -347,6 +397,11 @@ def _common(one: BatchInstruction) -> tuple[object, ...]:
             )  # fmt: skip
         case BatchHead():
             return one.opcode, one.name, one.num_rows, one.num_tiles_k, one.src, one.packed
+        case BatchProduct():
+            return (
+                one.name, one.num_rows, one.weight_row, one.pair_row, one.num_tiles_k, one.src,
+                one.packed, one.most_parts,
+            )  # fmt: skip
     return (one,)
 
 

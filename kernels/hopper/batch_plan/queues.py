@@ -52,7 +52,12 @@ from distmega.kernels.hopper.batch_plan.types import (
     BatchQueues,
     is_limited,
 )
-from distmega.kernels.hopper.batch_plan.words import BATCH, NOTHING, BatchAttention
+from distmega.kernels.hopper.batch_plan.words import (
+    BATCH,
+    NOTHING,
+    BatchAttention,
+    num_computed,
+)
 from distmega.kernels.hopper.plan.matrices import Weights, num_units
 from distmega.kernels.hopper.plan.types import ITEM_BYTES, unfit
 from distmega.kernels.hopper.plan.words import MAX_SMS, NO_WINDOW, UNIT_ROWS
@@ -77,17 +82,20 @@ def build_batch_queues(
     num_sms: int,
     team_rank: int = 0,
     divided: Container[str] = (),
+    most_rows: int = BATCH,
 ) -> BatchQueues:
     """Queues for `num_sms` SMs of rank `team_rank` of its team. divided: tensors of which each rank
-    has another part. UnsupportedError where the kernel can't do the segment.
+    has another part. most_rows: that the segment may have, at most MAX_ROWS. UnsupportedError where
+    the kernel can't do the segment.
     """
     placed = Weights(segment, weights)
 
     def build(found: tuple[Fused, ...]) -> BatchQueues:
         fused = tuple(apart(found, segment.outputs))
         draft = BatchDraft(
-            segment, fused, placed, weights, states, min(num_sms, MAX_SMS), team_rank, divided
-        )
+            segment, fused, placed, weights, states, min(num_sms, MAX_SMS), team_rank, divided,
+            most_rows=most_rows,
+        )  # fmt: skip
         queues = fill_queues(draft)
         hazard = find_batch_hazard(queues, fused)
         if hazard:
@@ -159,7 +167,7 @@ def fill_queues(draft: BatchDraft) -> BatchQueues:
         batch=draft.batch,
         hidden=draft.elements(draft.entry),
         num_chunks=draft.chunks.size,
-        num_numbers=BATCH * draft.numbers.size,
+        num_numbers=num_computed(draft.batch) * draft.numbers.size,
         num_slots=draft.slots.size,
         outputs=kept_outputs(draft),
         sampler=head.sampler if head else None,

@@ -11,10 +11,13 @@ from distmega.kernels.hopper.batch_plan.words import (
     EVENTS_AT,
     NOTHING,
     PAIRED,
+    PRODUCT_TILE,
     BatchInstruction,
     BatchLinear,
     BatchNorm,
     BatchPointwise,
+    BatchProduct,
+    num_computed,
 )
 from distmega.kernels.hopper.plan.types import (
     AttentionShape,
@@ -130,6 +133,21 @@ class BatchQueues:
     token: str
     logits: str
     experts: ExpertShape | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows that the kernel computes."""
+        return num_computed(self.batch)
+
+    @property
+    def num_parts(self) -> int:
+        """float32 elements of parts of products, those of an op at a time."""
+        tiles = (
+            -(-one.num_rows // PRODUCT_TILE) * one.most_parts
+            for one in self.queues[0]
+            if isinstance(one, BatchProduct)
+        )
+        return max(tiles, default=0) * PRODUCT_TILE * self.rows
 
     @property
     def max_hits(self) -> int:

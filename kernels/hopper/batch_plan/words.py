@@ -15,7 +15,16 @@ from distmega.kernels.hopper.plan.types import ROW_MULTIPLE
 from distmega.kernels.hopper.plan.words import MAX_SMS, REPORT_WORDS, SLICE_K, bits_of, pack_fields
 
 BATCH = 16
-"""Sequences that the kernel computes, whether all are in use or not: the rows of an m16n8k16."""
+"""Sequences that the kernel computes, whether all are in use or not: the rows of an m16n8k16. More
+are two or four times as many (num_computed); what is said here of 16 rows is said of those, and
+offsets are still those of 16 rows, which the kernel multiplies.
+"""
+MAX_ROWS = 64
+"""Most sequences: the rows of a wgmma."""
+PRODUCT_TILE = 128
+"""Weight rows that a BatchProduct multiplies at a time."""
+STEP_K = 128
+"""Columns of a step of such a tile, two ring slots."""
 BLOCK = 16 * BATCH
 """Elements of 16 columns of x, which lie together."""
 EVENT_WORDS = 32
@@ -44,8 +53,10 @@ STATE_HITS = 16
 STATE_POSITIONS = 32
 """Words from here on: position of each sequence's next token."""
 STATE_TOKENS = STATE_POSITIONS + BATCH
-"""Likewise: of each sequence, the token whose rows of tables are taken in this step."""
-STATE_WORDS = STATE_TOKENS + BATCH
+"""Likewise: of each sequence, the token whose rows of tables are taken in this step. Of more than
+16, as many words behind the positions as there are sequences.
+"""
+STATE_WORDS = STATE_POSITIONS + 2 * MAX_ROWS
 
 
 NORMED, PAIRED, EXPERT_ROWS, EXPERT_COLUMNS = 1, 2, 4, 8
@@ -67,6 +78,16 @@ NOTHING = -1
 """In place of an offset, where there is nothing."""
 
 
+def num_computed(rows: int) -> int:
+    """Rows that the kernel computes where so many are in use."""
+    return next(num for num in (BATCH, 2 * BATCH, MAX_ROWS) if rows <= num)
+
+
+def sm_of_step(step: int, total: int, num_sms: int) -> int:
+    """The SM that takes a step of a BatchProduct, of the line of `total`: equally many each."""
+    return ((step + 1) * min(num_sms, total) - 1) // total
+
+
 class BatchOpcode(IntEnum):
     """What an instruction does that is no linear, whose opcodes are numbers of epilogues."""
 
@@ -76,6 +97,7 @@ class BatchOpcode(IntEnum):
     NORM = 19
     GATHER = 20
     POINTWISE = 22
+    PRODUCT = 23
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +116,9 @@ class BatchLinear:
     output, for those who take it exactly; carry, carry2: of what the epilogue takes. row0: first
     row of the output; num_rows: of the whole output. parts: first flagged word of all ranks' parts
     of a product that is summed over ranks; own_part: that of this rank's.
+
+    Of more than 16 rows it multiplies nothing, but adds up what the BatchProduct before it has
+    left: num_tiles_k are then steps of a tile, and src parts of a tile, at most.
     """
 
     opcode: int
@@ -127,6 +152,35 @@ class BatchLinear:
     def numbers(self) -> int:
         """keep and carry in one word."""
         return pack_numbers(self.keep, self.carry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchProduct:
+    """Of more than 16 rows: num_units steps from first_step on of the line of all tiles of a
+    matrix, PRODUCT_TILE rows each, each num_tiles_k steps of STEP_K columns. What is found of a
+    tile is one of at most most_parts parts. weight_row, pair_row: of the first tile, half of which
+    PAIRED takes from either; src: see BatchLinear, which follows it; num_rows: of the whole matrix.
+    """
+
+    name: str
+    num_rows: int
+    num_units: int
+    first_step: int
+    matrix: int
+    weight_row: int
+    num_tiles_k: int
+    length: int
+    src: int
+    most_parts: int
+    pair_row: int = 0
+    flags: int = 0
+    squares: int = 0
+    opcode: int = BatchOpcode.PRODUCT
+
+    @property
+    def packed(self) -> int:
+        """See BatchLinear."""
+        return pack_x(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +424,7 @@ class BatchPointwise:
 
 BatchInstruction = (
     BatchLinear
+    | BatchProduct
     | BatchExperts
     | BatchEmbed
     | BatchGather
@@ -385,6 +440,10 @@ FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
         "opcode": 0, "carry2": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
         "packed": 6, "next_norm": 7, "parts": 8, "bias": 9, "dst": 10, "row0": 11, "own_part": 12,
         "num_rows": 13, "numbers": 14, "pair_row": 15,
+    },
+    BatchProduct: {
+        "opcode": 0, "first_step": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
+        "packed": 6, "most_parts": 9, "num_rows": 13, "pair_row": 15,
     },
     BatchEmbed: {
         "opcode": 0, "best": 1, "first_token": 2, "num_units": 3, "num_tokens": 4,
@@ -430,7 +489,7 @@ def pack(instruction: BatchInstruction) -> list[int]:
     return pack_fields(instruction, FIELD_WORDS[type(instruction)])
 
 
-def pack_x(one: BatchLinear | BatchExperts | BatchHead) -> int:
+def pack_x(one: BatchLinear | BatchProduct | BatchExperts | BatchHead) -> int:
     """The word that says what x of a linear is."""
     slices, rest = divmod(one.length, SLICE_K)
     return (

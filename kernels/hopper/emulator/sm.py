@@ -172,6 +172,16 @@ class Sm:
         tile[: len(rows), : len(columns)] = self.gpu.elements[at]
         return tile
 
+    def weight_block(self, matrix: int, row: int, column: int) -> Floats:
+        """[64 rows, 64 columns]: a slice, as weight_tile has them."""
+        found = self.gpu.matrices[matrix]
+        block: Floats = np.zeros((SLICE_K, SLICE_K), dtype=np.float32)
+        rows = row + np.arange(max(0, min(SLICE_K, found.num_rows - row)))
+        if column < found.columns:
+            at = found.offset // 2 + rows[:, None] * found.columns + column + np.arange(SLICE_K)
+            block[: len(rows)] = self.gpu.elements[at]
+        return block
+
 
 @dataclass(slots=True)
 class Running:

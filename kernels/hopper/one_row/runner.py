@@ -361,17 +361,21 @@ def describe_cache(cache: Tensor, head_dim: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [128, 64], TILE_SHARED.value)
 
 
-def describe(arena: Tensor, matrix: WeightMatrix) -> TensorDescriptor:
+def describe(
+    arena: Tensor, matrix: WeightMatrix, block: tuple[int, int] | None = None
+) -> TensorDescriptor:
     """Rows of one length as [columns / 64, rows, 64], a tile, or part of one, being slices of 8
-    rows. Where that is no whole number, the last slice reaches into the next row, past the arena's
-    last one into the memory behind it (allocate_arena); what it has there meets zeros of x.
+    rows, or as many slices and rows as `block` says. Where that is no whole number, the last slice
+    reaches into the next row, past the arena's last one into the memory behind it (allocate_arena);
+    what it has there meets zeros of x.
     """
     columns, num_rows = matrix.columns, matrix.num_rows
+    slices, rows = block or (matrix.slices, 8)
     flat = arena[matrix.offset : matrix.offset + 2 * num_rows * columns].view(torch.bfloat16)
     return TensorDescriptor(
         flat,
         [-(-columns // 64), num_rows, 64],
         [64, columns, 1],
-        [matrix.slices, 8, 64],
+        [slices, rows, 64],
         WEIGHT_SHARED.value,
     )

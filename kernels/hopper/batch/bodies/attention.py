@@ -27,7 +27,7 @@ from distmega.kernels.hopper.batch.bodies.wide import (
     numbers_of_queries,
     rows_of_queries,
 )
-from distmega.kernels.hopper.batch.device import pair_index
+from distmega.kernels.hopper.batch.device import of_rows, pair_index
 from distmega.kernels.hopper.batch_plan.fields import (
     ATT_K_NORM,
     ATT_K_ROW,
@@ -105,7 +105,7 @@ def first_piece(state, batch, step, window, total, sm, num_sms, HEADS: gl.conste
 def rotated_rows(
     words, numbers, vectors, rope, sequence, head, query0, position, eps, D: gl.constexpr,
     G: gl.constexpr, H: gl.constexpr, KVH: gl.constexpr, QK_NORM: gl.constexpr,
-    ROTATED: gl.constexpr, APART: gl.constexpr, WIDE: gl.constexpr,
+    ROTATED: gl.constexpr, APART: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr,
 ):
     """Both halves [16, d / 2] of G queries and the new key, normed and rotated where the segment
     does that, and the value.
@@ -114,7 +114,8 @@ def rotated_rows(
     PAIR: gl.constexpr = head_rows(half, 4)
     rows = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
     columns = gl.expand_dims(gl.arange(0, half, layout=gl.SliceLayout(0, PAIR)), 0)
-    at = head_rows_at(words, numbers, sequence, head, query0, rows, D, G, H, KVH, APART) + columns
+    at = head_rows_at(words, numbers, sequence, head, query0, rows, D, G, H, KVH, APART, ROWS)
+    at += columns
     wanted = (rows < G + 2) & (columns >= 0)
     a = gl.load(at, mask=wanted, other=0.0, cache_modifier=".cg")
     b = gl.load(at + half, mask=wanted, other=0.0, cache_modifier=".cg")
@@ -143,17 +144,17 @@ def rotated_rows(
 @gluon.jit
 def head_rows_at(
     words, numbers, sequence, head, query0, rows, D: gl.constexpr, G: gl.constexpr, H: gl.constexpr,
-    KVH: gl.constexpr, APART: gl.constexpr,
+    KVH: gl.constexpr, APART: gl.constexpr, ROWS: gl.constexpr,
 ):
     """Where the numbers of G queries, the new key and the new value begin."""
     if APART:
-        of_new = gl.where(rows == G, words[ATT_K_SRC], words[ATT_V_SRC])
+        of_new = of_rows(gl.where(rows == G, words[ATT_K_SRC], words[ATT_V_SRC]), ROWS)
         of_new += (sequence * KVH + head) * D
-        of_query = words[SRC] + (sequence * H + query0 + rows) * D
+        of_query = of_rows(words[SRC], ROWS) + (sequence * H + query0 + rows) * D
         at = numbers + gl.where(rows < G, of_query, of_new)
     else:
         source = gl.where(rows < G, query0 + rows, gl.where(rows == G, H + head, H + KVH + head))
-        at = numbers + words[SRC] + sequence * words[NUM_ROWS] + source * D
+        at = numbers + of_rows(words[SRC], ROWS) + sequence * words[NUM_ROWS] + source * D
     return at
 
 
@@ -180,7 +181,7 @@ def head_factors(words, memory, sequence, head, query0, eps, spec: gl.constexpr)
         lanes = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, PAIR)), 0)
         at = head_rows_at(
             words, memory.numbers, sequence, head, query0, rows, D, G, spec.num_heads,
-            spec.num_kv_heads, spec.apart,
+            spec.num_kv_heads, spec.apart, spec.rows,
         )
         for h in gl.static_range(num_halves(D)):
             columns = h * 64 + lanes
@@ -208,7 +209,7 @@ def rotated_columns(
     others = gl.where(columns < half, columns + half, columns - half)
     at = head_rows_at(
         words, memory.numbers, sequence, head, query0, rows, D, G, spec.num_heads,
-        spec.num_kv_heads, spec.apart,
+        spec.num_kv_heads, spec.apart, spec.rows,
     )
     inside = (rows < G + 2) & (columns < D)
     x = gl.load(at + columns, mask=inside, other=0.0, cache_modifier=".cg")
@@ -272,7 +273,8 @@ def sum_half(o, ml, scratch):
 
 @gluon.jit
 def store_output(
-    acts, first, y, query0, sequence, h: gl.constexpr, D: gl.constexpr, G: gl.constexpr
+    acts, first, y, query0, sequence, h: gl.constexpr, D: gl.constexpr, G: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
     """bf16 pairs of 64 columns of G queries' outputs into the activations from element `first`."""
     a, b = gl.split(gl.reshape(y, [GROUP_LIMIT, 32, 2]))
@@ -283,7 +285,8 @@ def store_output(
     mine = r < G
     if is_padded(D):
         mine = mine & (h * 64 + pair * 2 < D)
-    gl.store(acts + first // 2 + pair_index(column, sequence), payload, mask=mine)
+    at = acts + of_rows(first // 2, ROWS) + pair_index(column, sequence, ROWS)
+    gl.store(at, payload, mask=mine)
 
 
 @gluon.jit
@@ -303,7 +306,8 @@ def store_partial(partials, slot, y, highest, sums, h: gl.constexpr, D: gl.const
 
 @gluon.jit
 def combine(
-    acts, first, partials, query0, sequence, first_sm, num, D: gl.constexpr, G: gl.constexpr
+    acts, first, partials, query0, sequence, first_sm, num, D: gl.constexpr, G: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
     """The output from the partials of SMs first_sm on: the first's second, the others' first."""
     OUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0])
@@ -343,7 +347,8 @@ def combine(
     mine = r < G
     if is_padded(D):
         mine = mine & (pair * 2 < D)
-    gl.store(acts + first // 2 + pair_index(column, sequence), payload, mask=mine)
+    at = acts + of_rows(first // 2, ROWS) + pair_index(column, sequence, ROWS)
+    gl.store(at, payload, mask=mine)
 
 
 @gluon.jit
@@ -378,7 +383,7 @@ def attend_piece(
         a, b = rotated_rows(
             words, memory.numbers, memory.vectors, memory.rope, sequence, head, query0, position,
             eps, D, G, spec.num_heads, spec.num_kv_heads, spec.qk_norm, spec.rotated, spec.apart,
-            spec.wide_norms,
+            spec.rows, spec.wide_norms,
         )
         a = a.to(gl.bfloat16)
         b = b.to(gl.bfloat16)
@@ -497,7 +502,7 @@ def attention_task(
                 y, highest, sums = sum_half(o0 if h == 0 else o1, ml, scratch)
             if is_whole:
                 y = y / gl.expand_dims(sums, 1)
-                store_output(memory.acts, words[DST], y, query0, sequence, h, D, G)
+                store_output(memory.acts, words[DST], y, query0, sequence, h, D, G, spec.rows)
             else:
                 store_partial(memory.partials, slot, y, highest, sums, h, 64 * HALVES)
         if block == 0:
@@ -515,7 +520,7 @@ def attention_task(
                 num_partials = last_sm - first_sm + 1
                 combine(
                     memory.acts, words[DST], memory.partials, query0, sequence, first_sm,
-                    num_partials, D, G,
+                    num_partials, D, G, spec.rows,
                 )
         start += num
         left -= num

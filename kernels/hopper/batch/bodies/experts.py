@@ -19,6 +19,7 @@ from distmega.kernels.hopper.batch.route import (
     weights_of,
 )
 from distmega.kernels.hopper.batch_plan.fields import (
+    BATCH,
     COLUMNS,
     DST,
     EXPERT_COLUMNS,
@@ -162,4 +163,4 @@ def write_weighted(
         c = gl.expand_dims(gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, PAIRS)), 0) * 2
         row = (own + u) * UNIT_ROWS + c % UNIT_ROWS
         mine = unit + u < stop
-    gl.store(acts + pair_index(row, c // UNIT_ROWS), payload, mask=mine)
+    gl.store(acts + pair_index(row, c // UNIT_ROWS, BATCH), payload, mask=mine)

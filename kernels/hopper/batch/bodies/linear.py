@@ -23,7 +23,8 @@ from distmega.kernels.hopper.batch.bodies.experts import (
     write_weighted,
 )
 from distmega.kernels.hopper.batch.bodies.limits import NO_ROW
-from distmega.kernels.hopper.batch.device import load_some_x, load_x, pair_index
+from distmega.kernels.hopper.batch.bodies.products import sum_of_parts
+from distmega.kernels.hopper.batch.device import load_some_x, load_x, of_rows, pair_index
 from distmega.kernels.hopper.batch.team import (
     argmax_of_ranks,
     push_round,
@@ -115,25 +116,49 @@ def multiply_tile(x0, x1, acc, ring, it, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def norm_factors(words, sums, eps, WHOLE_SLICES: gl.constexpr):
-    """Factor of each sequence's norm, [128] columns, from every SM's part of the sum of squares."""
+def norm_factors(words, sums, eps, ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr):
+    """Factor of each sequence's norm, [8 ROWS] columns, from every SM's part of the sum of squares.
+    """
     length = 64 * ((words[PACKED] >> LENGTH_SHIFT) & LENGTH_MASK)
     if not WHOLE_SLICES:
         length += ROW_MULTIPLE * ((words[PACKED] >> REST_SHIFT) & REST_MASK)
     inv_length = 1.0 / length.to(gl.float32)
-    sums += ((words[PACKED] >> IN_SHIFT) & SLOT_MASK) * (BATCH * MAX_SMS)
-    b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM)), 1)
-    sm = gl.expand_dims(gl.arange(0, MAX_SMS, layout=gl.SliceLayout(0, BY_SM)), 0)
-    parts = gl.load(sums + b * MAX_SMS + sm, cache_modifier=".cg")
-    factors = gl.rsqrt(gl.sum(parts, axis=1) * inv_length + eps)
-    return spread(factors)
+    sums += ((words[PACKED] >> IN_SHIFT) & SLOT_MASK) * (ROWS * MAX_SMS)
+    if ROWS == BATCH:
+        squares = sums_of_sms(sums)
+    else:
+        squares = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, BY_SM))
+        for group in range(keep(0), keep(ROWS // BATCH)):
+            some = sums_of_sms(sums + group * (BATCH * MAX_SMS))
+            squares = of_group(squares, some, group, ROWS)
+    factors = gl.rsqrt(squares * inv_length + eps)
+    return spread(factors, ROWS)
 
 
 @gluon.jit
-def spread(values):
-    """[16] by sequence to [128] by column of a round."""
-    wide = gl.expand_dims(values, 1).broadcast_to([BATCH, UNIT_ROWS])
-    return gl.convert_layout(gl.reshape(wide, [COLUMNS]), ROUND_COLUMNS)
+def sums_of_sms(sums):
+    """[16] by sequence: the sums of what SMs have, f32 [16, 256]."""
+    b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM)), 1)
+    sm = gl.expand_dims(gl.arange(0, MAX_SMS, layout=gl.SliceLayout(0, BY_SM)), 0)
+    parts = gl.load(sums + b * MAX_SMS + sm, cache_modifier=".cg")
+    return gl.sum(parts, axis=1)
+
+
+@gluon.jit
+def of_group(values, some, group, ROWS: gl.constexpr):
+    """[ROWS] values by sequence with `some`, [16], in place of those of 16 sequences."""
+    row = gl.expand_dims(gl.convert_layout(some, gl.SliceLayout(0, BY_SM)), 0)
+    copies = row.broadcast_to([ROWS // BATCH, BATCH])
+    copies = gl.convert_layout(gl.reshape(copies, [ROWS]), gl.SliceLayout(1, BY_SM))
+    b = gl.arange(0, ROWS, layout=gl.SliceLayout(1, BY_SM))
+    return gl.where(b // BATCH == group, copies, values)
+
+
+@gluon.jit
+def spread(values, ROWS: gl.constexpr):
+    """[ROWS] by sequence to [8 ROWS] by column of a round."""
+    wide = gl.expand_dims(values, 1).broadcast_to([ROWS, UNIT_ROWS])
+    return gl.convert_layout(gl.reshape(wide, [ROWS * UNIT_ROWS]), ROUND_COLUMNS)
 
 
 @gluon.jit
@@ -145,25 +170,29 @@ def sum_round(red):
 
 
 @gluon.jit
-def round_rows(words, unit):
-    """For a round from `unit` on: rows [4, 128], sequences [1, 128], and which rows are its own."""
+def round_rows(words, unit, ROWS: gl.constexpr):
+    """For a round from `unit` on: rows [4, 8 ROWS], sequences [1, 8 ROWS], and which rows are its
+    own.
+    """
     u = gl.expand_dims(gl.arange(0, ROUND_UNITS, layout=gl.SliceLayout(1, ROUND)), 1)
-    c = gl.expand_dims(gl.arange(0, COLUMNS, layout=ROUND_COLUMNS), 0)
+    c = gl.expand_dims(gl.arange(0, UNIT_ROWS * ROWS, layout=ROUND_COLUMNS), 0)
     row = words[LIN_ROW0] + (unit + u) * UNIT_ROWS + c % UNIT_ROWS
     limit = gl.minimum(words[LIN_ROW0] + words[NUM_UNITS] * UNIT_ROWS, words[NUM_ROWS])
     return row, c // UNIT_ROWS, row < limit
 
 
 @gluon.jit
-def store_pairs(acts, first, y, unit, words):
-    """bf16 pairs of a round into the activations that start at element `first`."""
-    low, high = gl.split(gl.reshape(y, [ROUND_UNITS, COLUMNS // 2, 2]))
+def store_pairs(acts, first, y, unit, words, ROWS: gl.constexpr):
+    """bf16 pairs of a round into the activations that start at element `first` of 16 rows."""
+    PAIRED_COLUMNS: gl.constexpr = UNIT_ROWS * ROWS // 2
+    low, high = gl.split(gl.reshape(y, [ROUND_UNITS, PAIRED_COLUMNS, 2]))
     payload = gl.convert_layout(bf16_pair(low, high), PAIRS)
     u = gl.expand_dims(gl.arange(0, ROUND_UNITS, layout=gl.SliceLayout(1, PAIRS)), 1)
-    c = gl.expand_dims(gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, PAIRS)), 0) * 2
+    c = gl.expand_dims(gl.arange(0, PAIRED_COLUMNS, layout=gl.SliceLayout(0, PAIRS)), 0) * 2
     row = words[LIN_ROW0] + (unit + u) * UNIT_ROWS + c % UNIT_ROWS
     limit = gl.minimum(words[LIN_ROW0] + words[NUM_UNITS] * UNIT_ROWS, words[NUM_ROWS])
-    gl.store(acts + first // 2 + pair_index(row, c // UNIT_ROWS), payload, mask=row < limit)
+    at = acts + of_rows(first // 2, ROWS) + pair_index(row, c // UNIT_ROWS, ROWS)
+    gl.store(at, payload, mask=row < limit)
 
 
 @gluon.jit
@@ -177,86 +206,90 @@ def next_weight(words, vectors, row, mine, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def carried(words, numbers, row, b, num_rows, mine, NUM: gl.constexpr):
+def carried(words, numbers, row, b, num_rows, mine, NUM: gl.constexpr, ROWS: gl.constexpr):
     """The NUM operands of an epilogue besides products, of the rows of a round."""
     found = words[0:0]
     if NUM > 0:
         block = ((words[LIN_NUMBERS] >> CARRY_SHIFT) & BLOCK_MASK) - 1
-        at = numbers + block * BLOCK_NUMBERS + b * num_rows + row
+        at = numbers + of_rows(block * BLOCK_NUMBERS, ROWS) + b * num_rows + row
         found += single(gl.load(at, mask=mine, other=0.0))
     if NUM > 1:
-        at = numbers + words[LIN_CARRY2] + b * num_rows + row
+        at = numbers + of_rows(words[LIN_CARRY2], ROWS) + b * num_rows + row
         found += single(gl.load(at, mask=mine, other=0.0))
     return found
 
 
 @gluon.jit
-def keep_numbers(words, numbers, y, row, b, num_rows, mine):
+def keep_numbers(words, numbers, y, row, b, num_rows, mine, ROWS: gl.constexpr):
     """Stores results as float32."""
     block = (words[LIN_NUMBERS] & BLOCK_MASK) - 1
-    at = numbers + block * BLOCK_NUMBERS + b * num_rows + row
+    at = numbers + of_rows(block * BLOCK_NUMBERS, ROWS) + b * num_rows + row
     gl.store(at, y, mask=mine)
 
 
 @gluon.jit
 def write_round(
     words, numbers, acts, vectors, y, unit, row, b, mine, EPILOGUES: gl.constexpr,
-    NUMBER: gl.constexpr, WIDE: gl.constexpr,
+    NUMBER: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr,
 ):
     """The results of a round: as numbers, and as x for linears; their squares."""
     if field(EPILOGUES, NUMBER, "keeps"):
-        keep_numbers(words, numbers, y, row, b, words[NUM_ROWS], mine)
+        keep_numbers(words, numbers, y, row, b, words[NUM_ROWS], mine, ROWS)
     if field(EPILOGUES, NUMBER, "scaled"):
         weight = next_weight(words, vectors, row, mine, WIDE)
-        store_pairs(acts, words[DST], y * weight, unit, words)
+        store_pairs(acts, words[DST], y * weight, unit, words, ROWS)
     elif field(EPILOGUES, NUMBER, "publishes"):
-        store_pairs(acts, words[DST], y, unit, words)
+        store_pairs(acts, words[DST], y, unit, words, ROWS)
     return gl.where(mine, y * y, 0.0)
 
 
 @gluon.jit
-def write_squares(sums, squares, sm, SLOT: gl.constexpr):
+def write_squares(sums, squares, sm, SLOT: gl.constexpr, ROWS: gl.constexpr):
     """This SM's part of each sequence's sum of squares."""
     by_column = gl.sum(squares, axis=0)
-    by_sequence = gl.sum(gl.reshape(by_column, [BATCH, UNIT_ROWS]), axis=1)
+    by_sequence = gl.sum(gl.reshape(by_column, [ROWS, UNIT_ROWS]), axis=1)
     by_sequence = gl.convert_layout(by_sequence, gl.SliceLayout(1, BY_SM))
-    b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
-    gl.store(sums + SLOT * (BATCH * MAX_SMS) + b * MAX_SMS + sm, by_sequence)
+    b = gl.arange(0, ROWS, layout=gl.SliceLayout(1, BY_SM))
+    gl.store(sums + SLOT * (ROWS * MAX_SMS) + b * MAX_SMS + sm, by_sequence)
 
 
 @gluon.jit
 def write_mixed(
     words, numbers, acts, vectors, y, unit, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr,
-    WHOLE_SLICES: gl.constexpr,
+    ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr,
 ):
     """What becomes of a round of two pairs of units of two streams."""
     FORMULA: gl.constexpr = field(EPILOGUES, NUMBER, "formula")
     CARRIES: gl.constexpr = field(EPILOGUES, NUMBER, "num_carried")
     MIXED: gl.constexpr = gl.SliceLayout(2, GATE_UP)
-    pairs = gl.permute(gl.reshape(y, [ROUND_UNITS // 2, 2, COLUMNS]), [0, 2, 1])
+    WIDTH: gl.constexpr = UNIT_ROWS * ROWS
+    pairs = gl.permute(gl.reshape(y, [ROUND_UNITS // 2, 2, WIDTH]), [0, 2, 1])
     first, second = gl.split(gl.convert_layout(pairs, GATE_UP))
     row0 = words[LIN_ROW0] // 2
     num_rows = words[NUM_ROWS] // 2
     num_own = gl.minimum(words[NUM_UNITS] * UNIT_ROWS // 2, num_rows - row0)
     u = gl.expand_dims(gl.arange(0, ROUND_UNITS // 2, layout=gl.SliceLayout(1, MIXED)), 1)
-    c = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MIXED)), 0)
+    c = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, MIXED)), 0)
     own = (unit // 2 + u) * UNIT_ROWS + c % UNIT_ROWS
     if field(EPILOGUES, NUMBER, "biased"):
         first += bias_of(words[LIN_BIAS], vectors, row0 + own, own < num_own)
         behind = num_rows if WHOLE_SLICES else next_vector(num_rows)
         second += bias_of(words[LIN_BIAS], vectors, behind + row0 + own, own < num_own)
     given = (first, second)
-    given += carried(words, numbers, row0 + own, c // UNIT_ROWS, num_rows, own < num_own, CARRIES)
+    b = c // UNIT_ROWS
+    mine = own < num_own
+    given += carried(words, numbers, row0 + own, b, num_rows, mine, CARRIES, ROWS)
     mixed = evaluate(FORMULA, given)
     if field(EPILOGUES, NUMBER, "keeps"):
-        keep_numbers(words, numbers, mixed, row0 + own, c // UNIT_ROWS, num_rows, own < num_own)
+        keep_numbers(words, numbers, mixed, row0 + own, b, num_rows, mine, ROWS)
     if field(EPILOGUES, NUMBER, "publishes"):
-        low, high = gl.split(gl.reshape(mixed, [ROUND_UNITS // 2, COLUMNS // 2, 2]))
+        low, high = gl.split(gl.reshape(mixed, [ROUND_UNITS // 2, WIDTH // 2, 2]))
         payload = gl.convert_layout(bf16_pair(low, high), GATE_PAIRS)
         u = gl.expand_dims(gl.arange(0, ROUND_UNITS // 2, layout=gl.SliceLayout(1, GATE_PAIRS)), 1)
-        c = gl.expand_dims(gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, GATE_PAIRS)), 0) * 2
+        c = gl.expand_dims(gl.arange(0, WIDTH // 2, layout=gl.SliceLayout(0, GATE_PAIRS)), 0) * 2
         own = (unit // 2 + u) * UNIT_ROWS + c % UNIT_ROWS
-        at = acts + words[DST] // 2 + pair_index(row0 + own, c // UNIT_ROWS)
+        at = acts + of_rows(words[DST] // 2, ROWS)
+        at += pair_index(row0 + own, c // UNIT_ROWS, ROWS)
         gl.store(at, payload, mask=own < num_own)
 
 
@@ -268,55 +301,71 @@ def bias_of(first, vectors, row, mine):
 
 
 @gluon.jit
-def write_best(best, best_row, bests, best_rows, sm, CHOICE: gl.constexpr):
+def write_best(
+    best, best_row, bests, best_rows, sm, CHOICE: gl.constexpr, ROWS: gl.constexpr
+):
     """The highest logit of each sequence among this SM's rows and, where it is the token's, the
     lowest row among equals.
     """
-    value = gl.max(gl.reshape(gl.max(best, axis=0), [BATCH, UNIT_ROWS]), axis=1)
-    b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
+    value = gl.max(gl.reshape(gl.max(best, axis=0), [ROWS, UNIT_ROWS]), axis=1)
+    b = gl.arange(0, ROWS, layout=gl.SliceLayout(1, BY_SM))
     gl.store(bests + b * MAX_SMS + sm, gl.convert_layout(value, gl.SliceLayout(1, BY_SM)))
     if CHOICE == GREEDY:
-        value_wide = gl.expand_dims(spread(value), 0)
+        value_wide = gl.expand_dims(spread(value, ROWS), 0)
         row = gl.min(gl.where(best == value_wide, best_row, 0x7FFFFFFF), axis=0)
-        row = gl.min(gl.reshape(row, [BATCH, UNIT_ROWS]), axis=1)
+        row = gl.min(gl.reshape(row, [ROWS, UNIT_ROWS]), axis=1)
         gl.store(best_rows + b * MAX_SMS + sm, gl.convert_layout(row, gl.SliceLayout(1, BY_SM)))
 
 
 @gluon.jit
 def next_tokens(
-    words, memory, peers, after, sm, flag, CHOICE: gl.constexpr, RANKS: gl.constexpr
+    words, memory, peers, after, sm, flag, CHOICE: gl.constexpr, RANKS: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
-    """[16] tokens with the highest logits over all SMs' parts, of all ranks; the lowest id among
+    """[ROWS] tokens with the highest logits over all SMs' parts, of all ranks; the lowest id among
     equals. Those sampled within limits are the same on all ranks already. words, after: see
     argmax_of_ranks.
     """
+    if ROWS == BATCH:
+        values, lowest = tokens_of_sms(memory.bests, memory.best_rows)
+        if RANKS > 1 and CHOICE <= SAMPLED:
+            value = gl.max(values, axis=1)
+            symmetric = symmetric_of(memory.events)
+            lowest = argmax_of_ranks(words, value, lowest, symmetric, peers, after, sm, flag, RANKS)
+    else:
+        lowest = gl.zeros([ROWS], gl.int32, layout=gl.SliceLayout(1, BY_SM))
+        for group in range(keep(0), keep(ROWS // BATCH)):
+            before = group * (BATCH * MAX_SMS)
+            _, some = tokens_of_sms(memory.bests + before, memory.best_rows + before)
+            lowest = of_group(lowest, some, group, ROWS)
+    return lowest
+
+
+@gluon.jit
+def tokens_of_sms(bests, best_rows):
+    """What SMs have found best, [16, 256], and of the highest of each sequence the lowest row."""
     b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM)), 1)
     each = gl.expand_dims(gl.arange(0, MAX_SMS, layout=gl.SliceLayout(0, BY_SM)), 0)
     at = b * MAX_SMS + each
-    values = gl.load(memory.bests + at, cache_modifier=".cg")
-    rows = gl.load(memory.best_rows + at, cache_modifier=".cg")
+    values = gl.load(bests + at, cache_modifier=".cg")
+    rows = gl.load(best_rows + at, cache_modifier=".cg")
     highest = gl.expand_dims(gl.max(values, axis=1), 1)
     lowest = gl.min(gl.where(values == highest, rows, NO_ROW), axis=1)
-    lowest = gl.where(lowest == NO_ROW, 0, lowest)  # where all logits are NaN or -inf
-    if RANKS > 1 and CHOICE <= SAMPLED:
-        value = gl.max(values, axis=1)
-        symmetric = symmetric_of(memory.events)
-        lowest = argmax_of_ranks(words, value, lowest, symmetric, peers, after, sm, flag, RANKS)
-    return lowest
+    return values, gl.where(lowest == NO_ROW, 0, lowest)  # where all logits are NaN or -inf
 
 
 @gluon.jit
 def embed_task(
     words, tokens, memory, peers, sm, flag, EPILOGUES: gl.constexpr, RANKS: gl.constexpr,
-    WIDE: gl.constexpr,
+    ROWS: gl.constexpr, WIDE: gl.constexpr,
 ):
     """This SM's columns of the row that comes in for every sequence: number `tokens` of a table.
 
-    words: of the instruction. tokens: int32 [16], in registers. peers: as of decode_batch. flag: of
-    what ranks exchange in this instruction. Writes memory.acts, .numbers and .sums and, where ranks
-    share the table, their events.
+    words: of the instruction. tokens: int32 [ROWS], in registers. peers: as of decode_batch. flag:
+    of what ranks exchange in this instruction. Writes memory.acts, .numbers and .sums and, where
+    ranks share the table, their events.
     """
-    token = gl.expand_dims(spread(tokens), 0).to(gl.int64)
+    token = gl.expand_dims(spread(tokens, ROWS), 0).to(gl.int64)
     if field(EPILOGUES, ENTRY, "summed"):
         push_embedding(words, token, memory.embed, memory.events, peers, flag, RANKS)
         squares = sum_results(
@@ -324,17 +373,17 @@ def embed_task(
             ENTRY, RANKS, WIDE,
         )
     else:
-        squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
+        squares = gl.zeros([ROUND_UNITS, UNIT_ROWS * ROWS], gl.float32, layout=ROUND)
         for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
-            row, b, mine = round_rows(words, unit)
+            row, b, mine = round_rows(words, unit, ROWS)
             at = memory.embed + token * words[NUM_ROWS] + row
             y = gl.load(at, mask=mine, other=0.0).to(gl.float32)
             squares += write_round(
                 words, memory.numbers, memory.acts, memory.vectors, y, unit, row, b, mine,
-                EPILOGUES, ENTRY, WIDE,
+                EPILOGUES, ENTRY, ROWS, WIDE,
             )
     if field(EPILOGUES, ENTRY, "scaled"):
-        write_squares(memory.sums, squares, sm, field(EPILOGUES, ENTRY, "slot"))
+        write_squares(memory.sums, squares, sm, field(EPILOGUES, ENTRY, "slot"), ROWS)
 
 
 @gluon.jit
@@ -346,7 +395,7 @@ def push_embedding(words, token, embed, events, peers, flag, RANKS: gl.constexpr
     local = token - words[EMB_FIRST_TOKEN]
     num_columns = words[EMB_NUM_COLUMNS]
     for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
-        row, _, mine = round_rows(words, unit)
+        row, _, mine = round_rows(words, unit, BATCH)
         column = row - words[EMB_FIRST_COLUMN]
         mine = mine & (local >= 0) & (local < words[EMB_NUM_TOKENS])
         mine = mine & (column >= 0) & (column < num_columns)
@@ -373,7 +422,7 @@ def gather_task(
                 NUMBER, RANKS, WIDE,
             )
             if field(EPILOGUES, NUMBER, "scaled"):
-                write_squares(memory.sums, squares, sm, field(EPILOGUES, NUMBER, "slot"))
+                write_squares(memory.sums, squares, sm, field(EPILOGUES, NUMBER, "slot"), BATCH)
 
 
 @gluon.jit
@@ -382,7 +431,7 @@ def push_columns(words, numbers, events, peers, flag, RANKS: gl.constexpr):
     alarm = read_alarm(symmetric_of(events))
     num_columns = words[GATHER_NUM_COLUMNS]
     for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
-        row, b, mine = round_rows(words, unit)
+        row, b, mine = round_rows(words, unit, BATCH)
         column = row - words[GATHER_FIRST_COLUMN]
         mine = mine & (column >= 0) & (column < num_columns)
         at = numbers + words[GATHER_SRC] + b * num_columns + column
@@ -398,21 +447,21 @@ def sum_results(
     """The results of this SM's rows from the sums of all ranks' parts; squares."""
     squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
     for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
-        row, b, mine = round_rows(words, unit)
+        row, b, mine = round_rows(words, unit, BATCH)
         # asked for before the wait
         if field(EPILOGUES, NUMBER, "scaled"):
             weight = next_weight(words, vectors, row, mine, WIDE)
         CARRIES: gl.constexpr = field(EPILOGUES, NUMBER, "num_carried")
-        given = carried(words, numbers, row, b, words[NUM_ROWS], mine, CARRIES)
+        given = carried(words, numbers, row, b, words[NUM_ROWS], mine, CARRIES, BATCH)
         total = sum_round_of_ranks(words, symmetric_of(events), unit, flag, RANKS)
         y = evaluate(field(EPILOGUES, NUMBER, "formula"), single(total) + given)
         if field(EPILOGUES, NUMBER, "keeps"):
-            keep_numbers(words, numbers, y, row, b, words[NUM_ROWS], mine)
+            keep_numbers(words, numbers, y, row, b, words[NUM_ROWS], mine, BATCH)
         if field(EPILOGUES, NUMBER, "scaled"):
-            store_pairs(acts, words[DST], y * weight, unit, words)
+            store_pairs(acts, words[DST], y * weight, unit, words, BATCH)
             squares += gl.where(mine, y * y, 0.0)
         elif field(EPILOGUES, NUMBER, "publishes"):
-            store_pairs(acts, words[DST], y, unit, words)
+            store_pairs(acts, words[DST], y, unit, words, BATCH)
     return squares
 
 
@@ -489,19 +538,21 @@ def asks_early(epilogues, number):
 
 
 @gluon.jit
-def ask_early(words, memory, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr):
+def ask_early(
+    words, memory, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr, ROWS: gl.constexpr
+):
     """What an epilogue takes besides products has long left the second-level cache, through which
     all weights go: it comes while these are multiplied.
     """
     u = gl.expand_dims(gl.arange(0, ROUND_UNITS, layout=gl.SliceLayout(1, PAIRS)), 1)
-    c = gl.expand_dims(gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, PAIRS)), 0) * 2
+    c = gl.expand_dims(gl.arange(0, UNIT_ROWS * ROWS // 2, layout=gl.SliceLayout(0, PAIRS)), 0) * 2
     num_own = words[NUM_UNITS]
     for unit in range(0, keep(num_own), ROUND_UNITS):
         row = words[LIN_ROW0] + (unit + u) * UNIT_ROWS + c % UNIT_ROWS
         mine = (unit + u < num_own) & (row < words[NUM_ROWS])
         if field(EPILOGUES, NUMBER, "num_carried") > 0:
             block = ((words[LIN_NUMBERS] >> CARRY_SHIFT) & BLOCK_MASK) - 1
-            at = block * BLOCK_NUMBERS + c // UNIT_ROWS * words[NUM_ROWS] + row
+            at = of_rows(block * BLOCK_NUMBERS, ROWS) + c // UNIT_ROWS * words[NUM_ROWS] + row
             prefetch(memory.numbers + at, mine)
         if field(EPILOGUES, NUMBER, "scaled"):
             prefetch(memory.vectors + words[LIN_NEXT_NORM] + row, mine & (c < UNIT_ROWS))
@@ -525,9 +576,9 @@ def group_task(
         for i in gl.static_range(NUM):
             if RANKS == 1 and asks_early(EPILOGUES, i):  # noqa: SIM102  a constant
                 if opcode == i:
-                    ask_early(words, memory, EPILOGUES, i)
+                    ask_early(words, memory, EPILOGUES, i, BATCH)
         if (words[PACKED] & NORMED) != 0:
-            factor = norm_factors(words, memory.sums, eps, WHOLE_SLICES)
+            factor = norm_factors(words, memory.sums, eps, BATCH, WHOLE_SLICES)
     a4, a5, a6, a7, it = multiply_group(
         x0, x1, x, words[SRC], num_chunks, num_units - group, red, ring, it, rows, chosen,
         of_columns, EXPERTS, STAGES,
@@ -536,48 +587,65 @@ def group_task(
         if unit > group:
             store_round(red, a4, a5, a6, a7)
         y = sum_round(red) * gl.expand_dims(factor, 0)
-        row, b, mine = round_rows(words, unit)
-        for i in gl.static_range(NUM):
-            if opcode == i:
-                if field(EPILOGUES, i, "weighted"):
-                    write_weighted(
-                        words, memory.acts, y, unit, num_units, chosen, EXPERTS, EPILOGUES, i,
-                    )
-                elif field(EPILOGUES, i, "num_streams") == 2:
-                    write_mixed(
-                        words, memory.numbers, memory.acts, memory.vectors, y, unit, EPILOGUES, i,
-                        WHOLE_SLICES,
-                    )
-                else:
-                    z = y
-                    if field(EPILOGUES, i, "biased"):
-                        at_bias = words[LIN_BIAS]
-                        if field(EPILOGUES, i, "ranked"):
-                            at_bias = words[HEAD_BIAS]
-                        z += bias_of(at_bias, memory.vectors, row, mine)
-                    if field(EPILOGUES, i, "summed"):
-                        push_round(words, peers, z, unit, flag, alarm, RANKS)
-                    else:
-                        CARRIES: gl.constexpr = field(EPILOGUES, i, "num_carried")
-                        given = carried(
-                            words, memory.numbers, row, b, words[NUM_ROWS], mine, CARRIES
-                        )
-                        z = evaluate(field(EPILOGUES, i, "formula"), single(z) + given)
-                        if field(EPILOGUES, i, "ranked"):
-                            gl.store(memory.logits + b * words[NUM_ROWS] + row, z, mask=mine)
-                            better = mine & (z > best)
-                            if CHOICE != SAMPLED:
-                                best = gl.where(better, z, best)
-                            if CHOICE == GREEDY:
-                                best_row = gl.where(better, row, best_row)
-                        else:
-                            more = write_round(
-                                words, memory.numbers, memory.acts, memory.vectors, z, unit, row,
-                                b, mine, EPILOGUES, i, WIDE,
-                            )
-                            if field(EPILOGUES, i, "scaled"):
-                                squares += more
+        squares, best, best_row = finish_round(
+            words, memory, peers, y, alarm, unit, num_units, squares, best, best_row, flag, chosen,
+            EXPERTS, EPILOGUES, CHOICE, RANKS, BATCH, WHOLE_SLICES, WIDE,
+        )
     return factor, squares, best, best_row, it
+
+
+@gluon.jit
+def finish_round(
+    words, memory, peers, y, alarm, unit, num_units, squares, best, best_row, flag, chosen,
+    EXPERTS: gl.constexpr, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr, RANKS: gl.constexpr,
+    ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr,
+):
+    """What becomes of the products y, [4 units, 8 ROWS], of a round from `unit` on; what it finds
+    for all goes in and out.
+    """
+    opcode = words[OPCODE]
+    row, b, mine = round_rows(words, unit, ROWS)
+    for i in gl.static_range(count(EPILOGUES)):
+        if opcode == i:
+            if field(EPILOGUES, i, "weighted"):
+                write_weighted(
+                    words, memory.acts, y, unit, num_units, chosen, EXPERTS, EPILOGUES, i,
+                )
+            elif field(EPILOGUES, i, "num_streams") == 2:
+                write_mixed(
+                    words, memory.numbers, memory.acts, memory.vectors, y, unit, EPILOGUES, i,
+                    ROWS, WHOLE_SLICES,
+                )
+            else:
+                z = y
+                if field(EPILOGUES, i, "biased"):
+                    at_bias = words[LIN_BIAS]
+                    if field(EPILOGUES, i, "ranked"):
+                        at_bias = words[HEAD_BIAS]
+                    z += bias_of(at_bias, memory.vectors, row, mine)
+                if field(EPILOGUES, i, "summed"):
+                    push_round(words, peers, z, unit, flag, alarm, RANKS)
+                else:
+                    CARRIES: gl.constexpr = field(EPILOGUES, i, "num_carried")
+                    given = carried(
+                        words, memory.numbers, row, b, words[NUM_ROWS], mine, CARRIES, ROWS
+                    )
+                    z = evaluate(field(EPILOGUES, i, "formula"), single(z) + given)
+                    if field(EPILOGUES, i, "ranked"):
+                        gl.store(memory.logits + b * words[NUM_ROWS] + row, z, mask=mine)
+                        better = mine & (z > best)
+                        if CHOICE != SAMPLED:
+                            best = gl.where(better, z, best)
+                        if CHOICE == GREEDY:
+                            best_row = gl.where(better, row, best_row)
+                    else:
+                        more = write_round(
+                            words, memory.numbers, memory.acts, memory.vectors, z, unit, row,
+                            b, mine, EPILOGUES, i, ROWS, WIDE,
+                        )
+                        if field(EPILOGUES, i, "scaled"):
+                            squares += more
+    return squares, best, best_row
 
 
 @gluon.jit
@@ -641,8 +709,41 @@ def linear_task(
                 )
         if field(EPILOGUES, i, "scaled"):
             if opcode == i:
-                write_squares(memory.sums, squares, sm, field(EPILOGUES, i, "slot"))
+                write_squares(memory.sums, squares, sm, field(EPILOGUES, i, "slot"), BATCH)
         elif field(EPILOGUES, i, "ranked") and CHOICE != SAMPLED:  # noqa: SIM102  a constant
             if opcode == i:
-                write_best(best, best_row, memory.bests, memory.best_rows, sm, CHOICE)
+                write_best(best, best_row, memory.bests, memory.best_rows, sm, CHOICE, BATCH)
     return it
+
+
+@gluon.jit
+def finish_task(
+    words, memory, parts, sm, num_sms, eps, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr,
+    ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr,
+):
+    """What becomes of this SM's rows of products of more than 16 rows, of which SMs have left parts
+    (products.py). words, eps and what is written: as of linear_task.
+    """
+    WIDTH: gl.constexpr = UNIT_ROWS * ROWS
+    opcode = words[OPCODE]
+    factor = gl.full([WIDTH], 1.0, gl.float32, layout=ROUND_COLUMNS)
+    squares = gl.zeros([ROUND_UNITS, WIDTH], gl.float32, layout=ROUND)
+    best = gl.full([ROUND_UNITS, WIDTH], float("-inf"), gl.float32, layout=ROUND)
+    best_row = gl.full([ROUND_UNITS, WIDTH], 0x7FFFFFFF, gl.int32, layout=ROUND)
+    if (words[PACKED] & NORMED) != 0:
+        factor = norm_factors(words, memory.sums, eps, ROWS, WHOLE_SLICES)
+    num_units = words[NUM_UNITS]
+    for unit in range(0, keep(num_units), ROUND_UNITS):
+        y = sum_of_parts(words, parts, unit, num_sms, ROWS) * gl.expand_dims(factor, 0)
+        squares, best, best_row = finish_round(
+            words, memory, None, y, 0, unit, num_units, squares, best, best_row, 0, 0, None,
+            EPILOGUES, CHOICE, 1, ROWS, WHOLE_SLICES, WIDE,
+        )
+    sm = keep(sm)  # as threads_here
+    for i in gl.static_range(count(EPILOGUES)):
+        if field(EPILOGUES, i, "scaled"):
+            if opcode == i:
+                write_squares(memory.sums, squares, sm, field(EPILOGUES, i, "slot"), ROWS)
+        elif field(EPILOGUES, i, "ranked"):  # noqa: SIM102  a constant
+            if opcode == i:
+                write_best(best, best_row, memory.bests, memory.best_rows, sm, CHOICE, ROWS)

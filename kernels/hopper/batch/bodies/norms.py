@@ -9,7 +9,7 @@ squares are sums of its own. Next on the walk: pointwise.py.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from distmega.kernels.hopper.batch.device import pair_index
+from distmega.kernels.hopper.batch.device import of_rows, pair_index
 from distmega.kernels.hopper.batch_plan.fields import (
     DST,
     NORM_BIAS,
@@ -71,14 +71,15 @@ def squares_of(source, length, off):
 
 
 @gluon.jit
-def store_some(acts, dst, y, b, start, first, length):
+def store_some(acts, dst, y, b, start, first, length, ROWS: gl.constexpr):
     """[1024] columns from start + first on of sequence b as bf16 pairs into the activations from
     element `dst` on; none from column start + length on.
     """
     low, high = gl.split(gl.reshape(y, [AT_A_TIME // 2, 2]))
     payload = gl.convert_layout(bf16_pair(low, high), NORM_PAIRS)
     pair = first + 2 * gl.arange(0, AT_A_TIME // 2, layout=NORM_PAIRS)
-    gl.store(acts + dst // 2 + pair_index(start + pair, b), payload, mask=pair < length)
+    at = acts + of_rows(dst // 2, ROWS) + pair_index(start + pair, b, ROWS)
+    gl.store(at, payload, mask=pair < length)
 
 
 @gluon.jit
@@ -95,7 +96,9 @@ def find_scale(source, length, kind, eps):
 
 
 @gluon.jit
-def norm_task(words, numbers, acts, vectors, batch, sm, num_sms, eps, WIDE: gl.constexpr):
+def norm_task(
+    words, numbers, acts, vectors, batch, sm, num_sms, eps, ROWS: gl.constexpr, WIDE: gl.constexpr
+):
     """Every num_sms-th row from number `sm` on.
 
     words: int32, of the instruction. numbers: f32 [16, rows] of tensors, one behind the other; the
@@ -105,7 +108,7 @@ def norm_task(words, numbers, acts, vectors, batch, sm, num_sms, eps, WIDE: gl.c
     """
     length = words[NUM_ROWS]
     for b in range(keep(sm), keep(batch), keep(num_sms)):
-        source = numbers + words[SRC] + b * length
+        source = numbers + of_rows(words[SRC], ROWS) + b * length
         mean, factor = find_scale(source, length, words[NORM_KIND], eps)
         for first in range(0, keep(length), AT_A_TIME):
             x, column, mine = load_some(source, first, length)
@@ -114,5 +117,6 @@ def norm_task(words, numbers, acts, vectors, batch, sm, num_sms, eps, WIDE: gl.c
             shift = load_vector(vectors, words[NORM_BIAS], column, mine, 0.0, WIDE)
             y = y * weight.to(gl.float32) + shift.to(gl.float32)
             kept = mine & (words[NORM_KEEP] >= 0)
-            gl.store(numbers + words[NORM_KEEP] + b * length + column, y, mask=kept)
-            store_some(acts, words[DST], y, b, 0, first, length)
+            at = numbers + of_rows(words[NORM_KEEP], ROWS) + b * length + column
+            gl.store(at, y, mask=kept)
+            store_some(acts, words[DST], y, b, 0, first, length, ROWS)

@@ -16,8 +16,8 @@ from distmega.kernels.hopper.batch.bodies.norms import (
     store_some,
     sum_of,
 )
+from distmega.kernels.hopper.batch.device import of_rows
 from distmega.kernels.hopper.batch_plan.fields import (
-    BATCH,
     BY_SM,
     DST,
     LIN_NEXT_NORM,
@@ -37,7 +37,6 @@ from distmega.kernels.hopper.batch_plan.fields import (
     POINT_WEIGHT,
     SRC,
     STATE_POSITIONS,
-    STATE_TOKENS,
 )
 from distmega.kernels.hopper.epilogues import count, field
 from distmega.kernels.hopper.ptx.device import keep, single
@@ -82,12 +81,12 @@ def scale_of(source, length, eps, NORM: gl.constexpr):
 
 
 @gluon.jit
-def table_row(words, vectors, state, b, step):
+def table_row(words, vectors, state, b, step, ROWS: gl.constexpr):
     """Where the row of a table begins: the token's or the position's of sequence b."""
     if words[POINT_BY_POSITION] != 0:
         index = gl.load(state + STATE_POSITIONS + b) + step
     else:
-        index = gl.load(state + STATE_TOKENS + b, cache_modifier=".cg")
+        index = gl.load(state + (STATE_POSITIONS + ROWS) + b, cache_modifier=".cg")
     first = words[POINT_TABLE].to(gl.int64) * VECTOR_MULTIPLE
     return vectors + (first + index.to(gl.int64) * words[NUM_ROWS])
 
@@ -105,6 +104,7 @@ def some_arguments(
     factor,
     FORMULAS: gl.constexpr,
     NUMBER: gl.constexpr,
+    ROWS: gl.constexpr,
     WIDE: gl.constexpr,
 ):
     """What a formula takes for columns from start + first on of the row that begins at number `row`
@@ -115,7 +115,8 @@ def some_arguments(
     length = words[POINT_LENGTH]
     taken = ()
     if NORM != "":
-        x, column, mine = load_some(numbers + words[SRC] + row + start, first, length)
+        source = numbers + of_rows(words[SRC], ROWS) + row + start
+        x, column, mine = load_some(source, first, length)
         if NORM == "softmax":
             taken += single(gl.exp(x - off) * factor)
         else:
@@ -124,10 +125,12 @@ def some_arguments(
             x = (x - off) * factor
             taken += single(x * weight.to(gl.float32) + shift.to(gl.float32))
     if TAKEN > 0:
-        value, _, _ = load_some(numbers + words[POINT_CARRY] + row + start, first, length)
+        source = numbers + of_rows(words[POINT_CARRY], ROWS) + row + start
+        value, _, _ = load_some(source, first, length)
         taken += single(value)
     if TAKEN > 1:
-        value, _, _ = load_some(numbers + words[POINT_CARRY2] + row + start, first, length)
+        source = numbers + of_rows(words[POINT_CARRY2], ROWS) + row + start
+        value, _, _ = load_some(source, first, length)
         taken += single(value)
     if field(FORMULAS, NUMBER, "has_table"):
         column = first + gl.arange(0, AT_A_TIME, layout=NORM_COLUMNS)
@@ -147,22 +150,23 @@ def formula_rows(
     num_sms,
     FORMULAS: gl.constexpr,
     NUMBER: gl.constexpr,
+    ROWS: gl.constexpr,
     WIDE: gl.constexpr,
 ):
     """Every num_sms-th row from number `sm` on."""
     num_rows = words[NUM_ROWS]
     length = words[POINT_LENGTH]
     eps = words[POINT_EPS].to(gl.float32, bitcast=True)
-    sequence = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
-    squares = gl.zeros([BATCH], gl.float32, layout=gl.SliceLayout(1, BY_SM))
+    sequence = gl.arange(0, ROWS, layout=gl.SliceLayout(1, BY_SM))
+    squares = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, BY_SM))
     for b in range(keep(sm), keep(batch), keep(num_sms)):
         row = b * num_rows
         given = memory.vectors
         if field(FORMULAS, NUMBER, "has_table"):
-            given = table_row(words, memory.vectors, state, b, step)
+            given = table_row(words, memory.vectors, state, b, step, ROWS)
         total = gl.zeros([AT_A_TIME], gl.float32, layout=NORM_COLUMNS)
         for start in range(0, keep(num_rows), keep(length)):
-            source = memory.numbers + words[SRC] + row + start
+            source = memory.numbers + of_rows(words[SRC], ROWS) + row + start
             off, factor = scale_of(source, length, eps, field(FORMULAS, NUMBER, "norm"))
             for first in range(0, keep(length), AT_A_TIME):
                 taken = some_arguments(
@@ -177,13 +181,14 @@ def formula_rows(
                     factor,
                     FORMULAS,
                     NUMBER,
+                    ROWS,
                     WIDE,
                 )
                 y = evaluate(field(FORMULAS, NUMBER, "formula"), taken)
                 column = first + gl.arange(0, AT_A_TIME, layout=NORM_COLUMNS)
                 mine = column < length
                 kept = mine & (words[POINT_KEEP] >= 0)
-                at = memory.numbers + words[POINT_KEEP] + row + start + column
+                at = memory.numbers + of_rows(words[POINT_KEEP], ROWS) + row + start + column
                 gl.store(at, y, mask=kept)
                 if field(FORMULAS, NUMBER, "scaled"):
                     inside = gl.where(mine, y, 0.0)
@@ -193,18 +198,27 @@ def formula_rows(
                     )
                     y *= weight.to(gl.float32)
                 if field(FORMULAS, NUMBER, "publishes"):
-                    store_some(memory.acts, words[DST], y, b, start, first, length)
+                    store_some(memory.acts, words[DST], y, b, start, first, length, ROWS)
         if field(FORMULAS, NUMBER, "scaled"):
             squares = gl.where(sequence == b, gl.sum(total, axis=0), squares)
     if field(FORMULAS, NUMBER, "scaled"):
         # of all sequences: readers add up those of all SMs, and the slot had another result's
-        at = memory.sums + words[POINT_SLOT] * (BATCH * MAX_SMS) + sequence * MAX_SMS + sm
+        at = memory.sums + words[POINT_SLOT] * (ROWS * MAX_SMS) + sequence * MAX_SMS + sm
         gl.store(at, squares)
 
 
 @gluon.jit
 def pointwise_task(
-    words, memory, state, batch, step, sm, num_sms, FORMULAS: gl.constexpr, WIDE: gl.constexpr
+    words,
+    memory,
+    state,
+    batch,
+    step,
+    sm,
+    num_sms,
+    FORMULAS: gl.constexpr,
+    ROWS: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """The formula of an instruction, for the rows of this SM.
 
@@ -214,4 +228,4 @@ def pointwise_task(
     """
     for i in gl.static_range(count(FORMULAS)):
         if words[POINT_NUMBER] == i:
-            formula_rows(words, memory, state, batch, step, sm, num_sms, FORMULAS, i, WIDE)
+            formula_rows(words, memory, state, batch, step, sm, num_sms, FORMULAS, i, ROWS, WIDE)

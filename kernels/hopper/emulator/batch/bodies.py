@@ -17,12 +17,16 @@ from distmega.kernels.hopper.batch_plan.words import (
     NORMED,
     NOTHING,
     PAIRED,
+    PRODUCT_TILE,
+    STEP_K,
     BatchEmbed,
     BatchExperts,
     BatchGather,
     BatchHead,
     BatchLinear,
     BatchNorm,
+    BatchProduct,
+    sm_of_step,
 )
 from distmega.kernels.hopper.emulator.batch.experts import (
     finish_experts,
@@ -41,7 +45,13 @@ from distmega.kernels.hopper.emulator.numbers import (
     normalised,
     to_bf16,
 )
-from distmega.kernels.hopper.plan.words import MAX_SMS, UNIT_ROWS, VECTOR_MULTIPLE
+from distmega.kernels.hopper.plan.words import (
+    MAX_SMS,
+    SLICE_K,
+    TILE_K,
+    UNIT_ROWS,
+    VECTOR_MULTIPLE,
+)
 
 ROUND_ROWS = 4 * UNIT_ROWS
 """Rows that are summed and written together."""
@@ -68,7 +78,7 @@ def embed(sm: BatchSm, one: BatchEmbed, tokens: Sequence[int], flag: int) -> Ste
         return
     column = row - one.first_column
     mine = (column >= 0) & (column < one.num_columns)
-    y = np.zeros((len(row), BATCH), dtype=np.float32)
+    y = np.zeros((len(row), sm.gpu.rows), dtype=np.float32)
     for b in np.flatnonzero((local >= 0) & (local < one.num_tokens)):
         y[mine, b] = given[local[b]][column[mine]]
     push_part(sm, one, y, flag)
@@ -90,14 +100,18 @@ def gather(sm: BatchSm, one: BatchGather, flag: int) -> Steps:
 def linear(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, flag: int) -> Steps:
     """All rows of this SM, a group of units at a time; then what the epilogue says."""
     epilogue = sm.gpu.queues.epilogues.each[one.opcode]
-    factor: Floats = np.ones(BATCH, dtype=np.float32)
+    num = sm.gpu.rows
+    factor: Floats = np.ones(num, dtype=np.float32)
     if one.flags & NORMED:
-        at = one.squares * BATCH * MAX_SMS + np.arange(BATCH * MAX_SMS)
-        squares = sm.load(sm.gpu.sums, at).reshape(BATCH, MAX_SMS).sum(1, dtype=np.float32)
+        at = one.squares * num * MAX_SMS + np.arange(num * MAX_SMS)
+        squares = sm.load(sm.gpu.sums, at).reshape(num, MAX_SMS).sum(1, dtype=np.float32)
         mean = squares / np.float32(one.length) + np.float32(sm.gpu.queues.eps)
         factor = (np.float32(1.0) / np.sqrt(mean)).astype(np.float32)
-    products = yield from multiply(sm, one)
-    y = products * factor
+    if num > BATCH:
+        assert not isinstance(one, BatchExperts), "experts have 16 rows at most"
+        y = sum_of_parts(sm, one) * factor
+    else:
+        y = (yield from multiply(sm, one)) * factor
     yield RAN
     if isinstance(one, BatchHead):
         write_head(sm, one, epilogue, y)
@@ -109,7 +123,7 @@ def linear(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, flag: int) 
     row, num_rows = rows_of(one, streams), one.num_rows // streams
     values = []
     for stream in range(streams):
-        units = y.reshape(-1, streams, UNIT_ROWS, BATCH)[:, stream].reshape(-1, BATCH)
+        units = y.reshape(-1, streams, UNIT_ROWS, num)[:, stream].reshape(-1, num)
         value = units[: len(row)].copy()
         if one.bias != NOTHING:
             behind = stream * -(-num_rows // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
@@ -130,7 +144,54 @@ def carries(one: BatchLinear, epilogue: BatchEpilogue) -> tuple[int, ...]:
 def carried(sm: BatchSm, first: int, num_rows: int, row: Indices) -> Floats:
     """An operand besides products: [rows, 16]."""
     at = sm.number_indices(first, num_rows, row)
-    return sm.load(sm.gpu.numbers, at).reshape(len(row), BATCH)
+    return sm.load(sm.gpu.numbers, at).reshape(len(row), sm.gpu.rows)
+
+
+def product(sm: BatchSm, one: BatchProduct) -> Steps:
+    """This SM's steps of a product of more than 16 rows: a part of each of their tiles."""
+    gpu, steps, step = sm.gpu, one.num_tiles_k, one.first_step
+    stop = step + one.num_units
+    total = -(-one.num_rows // PRODUCT_TILE) * steps
+    while step < stop:
+        tile, k = divmod(step, steps)
+        num = min(stop - step, steps - k)
+        y: Floats = np.zeros((PRODUCT_TILE, gpu.rows), dtype=np.float32)
+        for at in range(k, k + num):
+            for half in range(2):
+                weights = yield from sm.take()
+                column = one.src * TILE_K + at * STEP_K + half * SLICE_K
+                y += weights @ sm.columns(column, SLICE_K)
+        part = sm.sm - sm_of_step(tile * steps, total, gpu.num_sms)
+        sm.store(gpu.parts, part_indices(sm, one.most_parts, tile, part), y.reshape(-1))
+        step += num
+        yield RAN
+
+
+def part_indices(sm: BatchSm, most: int, tile: int, part: int) -> Indices:
+    """Where a part of a tile lies, [128 rows, rows computed]."""
+    size = PRODUCT_TILE * sm.gpu.rows
+    at: Indices = (tile * most + part) * size + np.arange(size)
+    return at
+
+
+def sum_of_parts(sm: BatchSm, one: BatchLinear | BatchHead) -> Floats:
+    """[rows of all units, rows computed] of this SM, in the order of its units, from the parts that
+    SMs have left.
+    """
+    gpu, steps = sm.gpu, one.num_tiles_k
+    total, units = -(-one.num_rows // PRODUCT_TILE) * steps, PRODUCT_TILE // UNIT_ROWS
+    y: Floats = np.zeros((one.num_units, UNIT_ROWS, gpu.rows), dtype=np.float32)
+    for unit in range(one.num_units):
+        tile, inner = divmod(one.row0 // UNIT_ROWS + unit, units)
+        if not isinstance(one, BatchHead) and one.flags & PAIRED:
+            inner = inner // 2 + inner % 2 * (units // 2)
+        first, last = (
+            sm_of_step(step, total, gpu.num_sms) for step in (tile * steps, (tile + 1) * steps - 1)
+        )
+        for part in range(last - first + 1):
+            at = part_indices(sm, one.src, tile, part).reshape(units, -1)[inner]
+            y[unit] += sm.load(gpu.parts, at).reshape(UNIT_ROWS, gpu.rows)
+    return y.reshape(-1, gpu.rows)
 
 
 def multiply(
@@ -157,7 +218,8 @@ def finish(
     gpu = sm.gpu
     if epilogue.keeps:
         sm.store(gpu.numbers, sm.number_indices(one.keep, num_rows, row), y.reshape(-1))
-    at = ((one.dst // BATCH + row)[:, None] * BATCH + np.arange(BATCH)).reshape(-1)
+    num = gpu.rows
+    at = ((one.dst // BATCH + row)[:, None] * num + np.arange(num)).reshape(-1)
     if epilogue.scaled:
         weight = norm_vector(sm, one.next_norm, num_rows)[row][:, None]
         sm.store(gpu.acts, at, to_bf16(y * weight).reshape(-1))
@@ -203,7 +265,7 @@ def norm(sm: BatchSm, one: BatchNorm) -> Steps:
     gpu = sm.gpu
     column = np.arange(one.num_rows)
     for b in range(sm.sm, gpu.queues.batch, gpu.num_sms):
-        y = sm.load(gpu.numbers, one.src + b * one.num_rows + column)
+        y = sm.load(gpu.numbers, sm.first_number(one.src) + b * one.num_rows + column)
         kind = NORM_KINDS[one.kind]
         if kind != "none":
             y = normalised(kind, y, gpu.queues.eps)
@@ -213,8 +275,8 @@ def norm(sm: BatchSm, one: BatchNorm) -> Steps:
             y = y + norm_vector(sm, one.bias, one.num_rows)
         y = y.astype(np.float32)
         if one.keep != NOTHING:
-            sm.store(gpu.numbers, one.keep + b * one.num_rows + column, y)
-        sm.store(gpu.acts, (one.dst // BATCH + column) * BATCH + b, to_bf16(y))
+            sm.store(gpu.numbers, sm.first_number(one.keep) + b * one.num_rows + column, y)
+        sm.store(gpu.acts, (one.dst // BATCH + column) * gpu.rows + b, to_bf16(y))
         yield RAN
 
 
@@ -233,8 +295,8 @@ def write_head(sm: BatchSm, one: BatchHead, epilogue: BatchEpilogue, y: Floats) 
         z += sm.gpu.elements[one.bias + row][:, None]
     z = evaluate(epilogue.formula, [z])
     sm.store(sm.gpu.logits, sm.number_indices(0, one.num_rows, row), z.reshape(-1))
-    best: Floats = np.full(BATCH, -np.inf, dtype=np.float32)
-    best_row = np.full(BATCH, NO_ROW, dtype=np.int64)
+    best: Floats = np.full(sm.gpu.rows, -np.inf, dtype=np.float32)
+    best_row = np.full(sm.gpu.rows, NO_ROW, dtype=np.int64)
     if len(row):
         best, best_row = z.max(axis=0), row[z.argmax(axis=0)]
     sm.store(sm.gpu.bests, sm.own_part(0), best)
@@ -247,10 +309,10 @@ def next_tokens(
     """[16] tokens with the highest logits over all SMs, and over all ranks. after: flagged words
     behind the embedding's `best`.
     """
-    gpu, at = sm.gpu, np.arange(BATCH * MAX_SMS)
+    gpu, at = sm.gpu, np.arange(sm.gpu.rows * MAX_SMS)
     sm.stores.flush(gpu.best_rows)
-    values = sm.load(gpu.bests, at).reshape(BATCH, MAX_SMS)
-    rows = gpu.best_rows.read(sm.compute, at).astype(np.int64).reshape(BATCH, MAX_SMS)
+    values = sm.load(gpu.bests, at).reshape(-1, MAX_SMS)
+    rows = gpu.best_rows.read(sm.compute, at).astype(np.int64).reshape(-1, MAX_SMS)
     highest = values.max(axis=1)
     lowest = np.where(values == highest[:, None], rows, NO_ROW).min(axis=1)
     lowest = np.where(lowest == NO_ROW, 0, lowest)

@@ -17,11 +17,13 @@ from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     BEST_WORDS,
+    PAIRED,
+    PRODUCT_TILE,
     STATE_EPOCH,
     STATE_HITS,
     STATE_POSITIONS,
-    STATE_TOKENS,
     STATE_WORDS,
+    STEP_K,
     BatchEmbed,
     BatchExperts,
     BatchGather,
@@ -29,6 +31,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchLinear,
     BatchNorm,
     BatchPointwise,
+    BatchProduct,
 )
 from distmega.kernels.hopper.emulator.batch.bodies import (
     embed,
@@ -36,6 +39,7 @@ from distmega.kernels.hopper.emulator.batch.bodies import (
     linear,
     next_tokens,
     norm,
+    product,
 )
 from distmega.kernels.hopper.emulator.batch.experts import groups_of, route, tiles_of
 from distmega.kernels.hopper.emulator.batch.pointwise import pointwise
@@ -45,7 +49,7 @@ from distmega.kernels.hopper.emulator.memory import FlaggedWords, PlainData
 from distmega.kernels.hopper.emulator.numbers import Floats, numbers_of
 from distmega.kernels.hopper.emulator.sm import GARBAGE, SPARE
 from distmega.kernels.hopper.emulator.team import Agents, launch, run_hosts
-from distmega.kernels.hopper.plan.words import MAX_SMS, TILE_K
+from distmega.kernels.hopper.plan.words import MAX_SMS, SLICE_K, TILE_K
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
 
@@ -122,7 +126,8 @@ def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> Ba
     def data(name: str, size: int, value: float) -> PlainData:
         return PlainData(name, rank, np.full(max(size, 1), value, dtype=np.float32), num)
 
-    best_rows = np.zeros(BATCH * MAX_SMS, dtype=np.int64)
+    rows = queues.rows
+    best_rows = np.zeros(rows * MAX_SMS, dtype=np.int64)
     return BatchGpu(
         rank=rank,
         num_sms=len(queues.queues),
@@ -138,11 +143,12 @@ def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> Ba
         cache=PlainData("cache row", rank, none, num),
         host=agents.hosts[rank],
         events=[Event(order, rank, number, num) for number in range(len(queues.queues[0]))],
-        acts=data("activation", queues.num_chunks * TILE_K * BATCH, 0.0),
+        acts=data("activation", queues.num_chunks * TILE_K * rows, 0.0),
         numbers=data("number", queues.num_numbers, np.nan),
-        sums=data("square", queues.num_slots * BATCH * MAX_SMS, 0.0),
-        logits=data("logit", BATCH * queues.logit_rows, np.nan),
-        bests=data("best logit", BATCH * MAX_SMS, -np.inf),
+        sums=data("square", queues.num_slots * rows * MAX_SMS, 0.0),
+        logits=data("logit", rows * queues.logit_rows, np.nan),
+        bests=data("best logit", rows * MAX_SMS, -np.inf),
+        parts=data("part", queues.num_parts, np.nan),
         best_rows=PlainData("best row", rank, best_rows, num),
     )
 
@@ -165,8 +171,9 @@ def _host(
         yield from launch(gpu.order, gpu.host, sms, (computes, loads))
         outputs = {}
         for kept in queues.outputs:
-            values = gpu.numbers.values[kept.first : kept.first + BATCH * kept.num]
-            rows = values.reshape(BATCH, kept.num)[: queues.batch].astype(np.float32)
+            first = kept.first * gpu.rows // BATCH
+            values = gpu.numbers.values[first : first + gpu.rows * kept.num]
+            rows = values.reshape(gpu.rows, kept.num)[: queues.batch].astype(np.float32)
             outputs[kept.tensor] = torch.from_numpy(rows)
         tokens = (gpu.tokens[step][: queues.batch] for step in range(one.num_steps))
         found.append(
@@ -183,9 +190,9 @@ def _prepare(gpu: BatchGpu, given: BatchLaunch) -> None:
     queues = gpu.queues
     if queues.tokens and queues.tokens in given.inputs:
         tokens = given.inputs[queues.tokens].reshape(-1).numpy()
-        best = np.full((BATCH, MAX_SMS), -np.inf)
+        best = np.full((gpu.rows, MAX_SMS), -np.inf)
         best[:, 0] = 0.0
-        rows = gpu.best_rows.values.reshape(BATCH, MAX_SMS).copy()
+        rows = gpu.best_rows.values.reshape(gpu.rows, MAX_SMS).copy()
         rows[: len(tokens), 0] = tokens - queues.first_id
         tick = gpu.host.tick()
         for memory, values in ((gpu.bests, best), (gpu.best_rows, rows)):
@@ -206,7 +213,9 @@ def loader(sm: BatchSm, num_steps: int) -> Steps:
     """The loader warp: groups of units, each group tile by tile along k."""
     for _ in range(num_steps):
         for one in sm.queue:
-            if not isinstance(one, BatchLinear | BatchExperts | BatchHead):
+            if isinstance(one, BatchProduct):
+                yield from load_steps(sm, one)
+            if not isinstance(one, BatchLinear | BatchExperts | BatchHead) or sm.gpu.rows > BATCH:
                 continue
             if isinstance(one, BatchExperts):
                 sm.open_choice()
@@ -218,6 +227,24 @@ def loader(sm: BatchSm, num_steps: int) -> Steps:
                         return sm.weight_tile(matrix, row, k)
 
                     yield from sm.ring.ask(sm.loader, read)
+
+
+def load_steps(sm: BatchSm, one: BatchProduct) -> Steps:
+    """The steps of a product of more than 16 rows, two ring slots each."""
+    paired = bool(one.flags & PAIRED)
+    for step in range(one.first_step, one.first_step + one.num_units):
+        tile, k = divmod(step, one.num_tiles_k)
+        size = PRODUCT_TILE // 2 if paired else PRODUCT_TILE
+        first = one.weight_row + tile * size
+        second = one.pair_row + tile * size if paired else first + PRODUCT_TILE // 2
+        for half in range(STEP_K // SLICE_K):
+            column = k * STEP_K + half * SLICE_K
+
+            def read(rows: tuple[int, int] = (first, second), column: int = column) -> Floats:
+                blocks = [sm.weight_block(one.matrix, row, column) for row in rows]
+                return np.concatenate(blocks)
+
+            yield from sm.ring.ask(sm.loader, read)
 
 
 def compute(sm: BatchSm, num_steps: int) -> Steps:
@@ -235,13 +262,13 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
             flag = (epoch0 + step) * num + i + 1
             match one:
                 case BatchEmbed():
-                    chosen = tuple(b if b < queues.batch else 0 for b in range(BATCH))
+                    chosen = tuple(b if b < queues.batch else 0 for b in range(queues.rows))
                     if queues.tokens:
                         chosen = yield from next_tokens(sm, one, 0, flag)
                         if sm.sm == 0 and step:
                             gpu.tokens[step - 1] = chosen
                     if sm.sm == 0 and queues.keeps_tokens:
-                        at = STATE_TOKENS + np.arange(BATCH)
+                        at = STATE_POSITIONS + queues.rows + np.arange(queues.rows)
                         sm.store(gpu.state, at, np.array(chosen))
                     yield from embed(sm, one, chosen, flag)
                 case BatchGather():
@@ -255,6 +282,8 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
                     route(sm, one)
                     yield RAN
                     yield from linear(sm, one, flag)
+                case BatchProduct():
+                    yield from product(sm, one)
                 case BatchLinear() | BatchHead():
                     yield from linear(sm, one, flag)
                 case _:
@@ -278,6 +307,6 @@ def end(sm: BatchSm, epoch0: int, num_steps: int) -> Generator[Key, None, None]:
         after = gpu.queues.num_ranks * BEST_WORDS
         flag = (epoch0 + num_steps) * num
         gpu.tokens[num_steps - 1] = yield from next_tokens(sm, first, after, flag)
-    at = STATE_POSITIONS + np.arange(BATCH)
+    at = STATE_POSITIONS + np.arange(gpu.rows)
     sm.store(gpu.state, at, gpu.state.read(sm.compute, at) + num_steps)
     sm.store(gpu.state, np.array([STATE_EPOCH]), np.array([epoch0 + num_steps]))

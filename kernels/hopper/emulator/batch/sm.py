@@ -40,7 +40,7 @@ class Event:
 class BatchGpu(EmulatedGpu):
     """floats: what stands in the weight arena as f32. acts: bf16 of each column and sequence;
     numbers: f32; sums: squares [slots, 16, 256]; logits: [16, rows]; bests, best_rows: [16, 256];
-    tokens: that each step of a launch chose.
+    parts: of products of more than 16 rows; tokens: that each step of a launch chose.
     """
 
     queues: BatchQueues
@@ -52,7 +52,13 @@ class BatchGpu(EmulatedGpu):
     logits: PlainData
     bests: PlainData
     best_rows: PlainData
+    parts: PlainData
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Rows that are computed."""
+        return self.queues.rows
 
 
 class BatchSm(Sm):
@@ -106,15 +112,22 @@ class BatchSm(Sm):
 
     def columns(self, first: int, num: int) -> Floats:
         """[num, 16] activations of columns from `first` on, of all sequences."""
-        at = first * BATCH + np.arange(num * BATCH)
-        return self.load(self.gpu.acts, at).reshape(num, BATCH)
+        rows = self.gpu.rows
+        at = first * rows + np.arange(num * rows)
+        return self.load(self.gpu.acts, at).reshape(num, rows)
 
     def number_indices(self, first: int, num_rows: int, row: Indices) -> Indices:
         """Of the numbers [16, num_rows] from `first` on: those of some rows, [rows * 16]."""
-        at: Indices = (first + row[:, None] + np.arange(BATCH) * num_rows).reshape(-1)
+        rows, first = self.gpu.rows, self.first_number(first)
+        at: Indices = (first + row[:, None] + np.arange(rows) * num_rows).reshape(-1)
         return at
+
+    def first_number(self, first: int) -> int:
+        """Where numbers begin that words place as if there were 16 rows."""
+        return first * (self.gpu.rows // BATCH)
 
     def own_part(self, slot: int) -> Indices:
         """Of the squares: where this SM's are, of each sequence."""
-        at: Indices = (slot * BATCH + np.arange(BATCH)) * MAX_SMS + self.sm
+        rows = self.gpu.rows
+        at: Indices = (slot * rows + np.arange(rows)) * MAX_SMS + self.sm
         return at

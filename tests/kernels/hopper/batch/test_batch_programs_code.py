@@ -8,6 +8,7 @@ import torch
 from bench.programs import gated_mlp
 from distmega.kernels.hopper.batch.runner import BatchRunner
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
+from distmega.kernels.hopper.batch_plan.words import MAX_ROWS
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import Space, layout_arena
@@ -43,7 +44,7 @@ def compiled_program(program: Program, num_ranks: int = 1) -> Machine:
     with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
         runner = BatchRunner(
             program,
-            build_batch_queues(program, weights, states, NUM_SMS),
+            build_batch_queues(program, weights, states, NUM_SMS, most_rows=MAX_ROWS),
             weights=weights,
             weights_arena=torch.empty(weights.num_bytes, dtype=torch.uint8),
             state_arena=torch.empty(max(states.num_bytes, 16), dtype=torch.uint8),
@@ -124,3 +125,30 @@ def test_gathers_over_ranks_fit_an_sm(name: str):
     assert parted_at_barriers(code.cubin) == []
     assert code.shared_bytes <= SHARED_BYTES
     assert plain_spins(code.ptx) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "attends", "most_bytes"),
+    [
+        (64, False, 0),
+        pytest.param(32, True, 0, marks=pytest.mark.nightly),
+        pytest.param(64, True, 24, marks=pytest.mark.nightly),
+    ],
+)
+def test_many_rows_are_products_of_warp_groups(rows: int, attends: bool, most_bytes: int):
+    """x comes by loads of 16 bytes, a slot of weights is four products of a warp group, and what
+    spills, scalars, does so outside of them.
+    """
+    program = attending(rows=rows) if attends else gated_mlp(rows, 2, 1024, 2816).program
+    code = compiled_program(program)
+    assert code.stack_bytes <= most_bytes
+    assert code.shared_bytes <= SHARED_BYTES
+    lines = [line for _, line in instructions(code.cubin)]
+    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    assert len(products) == 8
+    loop = lines[products[0] : products[-1] + 20]
+    assert sum("LDG.E.128" in line for line in loop) == 8
+    assert not [line for line in loop if "LDL" in line or "STL" in line]
+    assert plain_spins(code.ptx) == []
+    assert bare_signals(code.ptx) == []
+    assert unfenced_loads(code.ptx) == []

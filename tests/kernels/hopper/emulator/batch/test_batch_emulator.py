@@ -10,7 +10,7 @@ from bench.programs import gated_mlp
 from distmega.errors import CheckError, UnsupportedError
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
-from distmega.kernels.hopper.batch_plan.words import BatchLinear
+from distmega.kernels.hopper.batch_plan.words import BATCH, BatchLinear
 from distmega.kernels.hopper.emulator import BatchArenas, BatchFound, BatchLaunch, emulate_batch
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.machines import H200
@@ -30,12 +30,16 @@ MOST_ERROR = 0.02
 """Of what is rounded to bf16 between ops."""
 
 
-def batch_case(program: Program, tp: int = 1, num_sms: int = 5, marks: object = None) -> Case:
+def batch_case(
+    program: Program, tp: int = 1, num_sms: int = 5, marks: object = None, most_rows: int = BATCH
+) -> Case:
     local = localize(plan_program(program, DeviceMesh(tp=tp), H200, marks or {}))
     weights = layout_arena(Space.WEIGHT, order_weights(local.program))
     states = layout_arena(Space.STATE, ())
     queues = tuple(
-        build_batch_queues(local.program, weights, states, num_sms, rank, divided_tensors(local))
+        build_batch_queues(
+            local.program, weights, states, num_sms, rank, divided_tensors(local), most_rows
+        )
         for rank in range(tp)
     )
     return Case(program, local, queues, weights, states)
