@@ -31,6 +31,7 @@ from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import KernelRunner
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
+from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.isa.lowering import why_not_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
@@ -131,9 +132,11 @@ def plan_whole(
     comm: Communicator,
     device: torch.device,
     rules: Sequence[RewriteRule] = (),
+    most_rows: int = BATCH,
 ) -> WholePlan:
     """What one kernel a rank is to do for a whole program; asks nothing of other ranks. rules: by
     which ops are replaced where the kernel is faster then, or only then can do the program.
+    most_rows: that a GPU's kernel takes, see build_batch_queues.
 
     UnsupportedError names what no kernel does.
     """
@@ -169,6 +172,7 @@ def plan_whole(
             device=device,
             team=_team(comm),
             divided=divided_tensors(local),
+            most_rows=most_rows,
         )
         _require_whole_rows(queues, local)
     else:

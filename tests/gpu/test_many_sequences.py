@@ -1,4 +1,4 @@
-"""Decode steps of more than 16 sequences on one GPU, by a graph of library ops and by the kernel."""
+"""Decode steps of more than 16 sequences on one GPU, by a graph of library ops or the kernel."""
 
 import pytest
 import torch
