@@ -18,6 +18,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchExperts,
     BatchNorm,
     BatchPointwise,
+    BatchProduct,
     BatchSample,
 )
 from distmega.kernels.hopper.plan.types import RowQueues
@@ -36,7 +37,9 @@ from distmega.kernels.hopper.plan.words import (
 from distmega.kernels.hopper.row_plan.accesses import Write, last_row, reads, writes
 
 NAMED_DEBTORS = 3
-WITHOUT_ROWS = BatchAttention | BatchExperts | BatchNorm | BatchPointwise | BatchSample
+WITHOUT_ROWS = (
+    BatchAttention | BatchExperts | BatchNorm | BatchPointwise | BatchProduct | BatchSample
+)
 """Instructions that name no rows of an SM."""
 
 
@@ -204,6 +207,8 @@ def describe_batch(queues: BatchQueues, number: int, sm: int | None = None) -> s
     found = f"instruction {number}, {one.name}"
     if isinstance(one, BatchNorm):
         found = f"instruction {number}, norm before {one.name}"
+    if isinstance(one, BatchProduct):
+        found = f"instruction {number}, product of {one.name}"
     if sm is None or isinstance(one, WITHOUT_ROWS):
         return found
     return f"{found}, rows {one.row0} to {min(one.row0 + one.num_units * UNIT_ROWS, one.num_rows)}"

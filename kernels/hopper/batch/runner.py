@@ -109,23 +109,23 @@ class BatchRunner:
         self._peers = symmetric_buffers if team else None
         limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
         self._alarm = Alarm(symmetric_buffers[team_rank], limit_s)
-        rows = queues.rows
-        self._acts = zeros(queues.num_chunks * CHUNK // 2 * rows // BATCH, dtype=torch.int32)
+        num_rows = queues.rows
+        self._acts = zeros(queues.num_chunks * CHUNK // 2 * num_rows // BATCH, dtype=torch.int32)
         self._numbers = zeros(max(queues.num_numbers, 1))
-        self._own_logits = zeros(rows, max(queues.logit_rows, 1))
+        self._own_logits = zeros(num_rows, max(queues.logit_rows, 1))
         self.logits = self._own_logits
         if queues.gathers:
             self.logits = _view_logits(queues, symmetric_buffers[team_rank])
-        self._sums = zeros(max(queues.num_slots, 1), rows, MAX_SMS)
-        self._bests = zeros(rows, MAX_SMS)
-        self._best_rows = zeros(rows, MAX_SMS, dtype=torch.int32)
+        self._sums = zeros(max(queues.num_slots, 1), num_rows, MAX_SMS)
+        self._bests = zeros(num_rows, MAX_SMS)
+        self._best_rows = zeros(num_rows, MAX_SMS, dtype=torch.int32)
         columns = SLICE_K * -(-self._shape.head_dim // SLICE_K)
         of_attention = num_sms * 2 * (MAX_QUERIES * columns + PARTIAL_EXTRA)
         self._partials = zeros(of_attention + queues.num_parts)
         heads = self._shape.num_kv_heads * self._shape.num_parts
-        self._arrivals = zeros(rows * heads, dtype=torch.int32)
+        self._arrivals = zeros(num_rows * heads, dtype=torch.int32)
         self._state = zeros(STATE_WORDS, dtype=torch.int32)
-        self._tokens = zeros(MAX_STEPS, rows, dtype=torch.int32)
+        self._tokens = zeros(MAX_STEPS, num_rows, dtype=torch.int32)
         self._num_sequences = queues.batch
         self._decode = self._launcher()
 

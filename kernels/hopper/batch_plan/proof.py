@@ -368,9 +368,11 @@ def find_wrong_steps(queues: BatchQueues) -> str:
                 of_tile[tile] += 1
         if behind != tiles * one.num_tiles_k or one.num_tiles_k * STEP_K < one.length:
             return f"of {tiles * one.num_tiles_k} steps of {one.name!r} SMs have {behind}"
-        follows = isinstance(then, BatchLinear | BatchHead) and then.name == one.name
-        if not follows or (then.num_rows, then.num_tiles_k) != (one.num_rows, one.num_tiles_k):
-            return f"{one.name!r} is not followed by what adds its parts up"
+        unfollowed = f"{one.name!r} is not followed by what adds its parts up"
+        if not isinstance(then, BatchLinear | BatchHead) or then.name != one.name:
+            return unfollowed
+        if (then.num_rows, then.num_tiles_k) != (one.num_rows, one.num_tiles_k):
+            return unfollowed
         if max(of_tile) > one.most_parts or then.src != one.most_parts:
             return f"{one.name!r} has {max(of_tile)} parts of a tile"
     return ""

@@ -11,6 +11,7 @@ from distmega.kernels.hopper.batch_plan.proof import find_batch_hazard
 from distmega.kernels.hopper.batch_plan.queues import apart
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import MAX_ROWS, BatchProduct
+from distmega.kernels.hopper.diagnosis import describe_batch
 from distmega.kernels.hopper.emulator import BatchLaunch, emulate_batch
 from distmega.kernels.tasks.fuse import fuse_segment
 from distmega.program.builder import ProgramBuilder
@@ -97,3 +98,13 @@ def test_a_product_that_is_not_done_once_is_not_proven(
     fused = tuple(apart(fuse_segment(case.local.program), case.local.program.outputs))
     assert find_batch_hazard(queues, fused) == ""
     assert reason in find_batch_hazard(changed(queues, number + behind, **fields), fused)
+
+
+def test_a_report_names_products_and_the_rows_of_what_adds_them_up():
+    (queues,) = batch_case(of_tokens(40), most_rows=MAX_ROWS).queues
+    number = next(i for i, one in enumerate(queues.queues[0]) if isinstance(one, BatchProduct))
+    name = queues.queues[0][number].name
+    assert describe_batch(queues, number, 0) == f"instruction {number}, product of {name}"
+    assert describe_batch(queues, number + 1, 0).startswith(
+        f"instruction {number + 1}, {name}, rows 0"
+    )
