@@ -19,6 +19,11 @@ from distmega.superopt.rules import RewriteRule
 from distmega.superopt.search.schedule import SearchLimits
 from distmega.superopt.search.search import Candidate, Progress, Search
 
+MORE_OPS = 2
+"""How many more ops than the limits say graphs may have where all of those are refused: a softmax
+without its maximum has fewer ops than one that does not overflow.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -44,9 +49,16 @@ class Optimizer:
         self.search = Search(self.program, self.machine, self.limits)
 
     def run(self) -> Iterator[Progress | RewriteRule | Refusal]:
-        """Searches, then proves."""
+        """Searches, then proves; with one op more where nothing that was found is proven."""
         yield from self.search.run()
         yield from self.prove_found()
+        for more in range(1, MORE_OPS + 1) if self.refused else ():
+            if self.rules:
+                return
+            limits = replace(self.limits, slack=self.limits.slack + more)
+            self.search = Search(self.program, self.machine, limits)
+            yield from self.search.run()
+            yield from self.prove_found()
 
     def prove_found(self) -> Iterator[RewriteRule | Refusal]:
         """Proves what the search has found until now; once each. Where the fastest are all refused

@@ -134,3 +134,30 @@ def test_where_the_fastest_overflow_the_next_ones_are_proven():
     assert len(optimizer.rules) == 1
     assert optimizer.refused
     assert all("overflows" in refusal.reason for refusal in optimizer.refused)
+
+
+def test_means_over_any_extent_are_proven():
+    """1/30 is no float: the graph divides as the program does."""
+    p = ProgramBuilder("centred")
+    x = p.input("x", (3, 30), DTYPE)
+    mean = p.reshape(p.reduce(x, 1), (3, 1))
+    program = p.build(linear(p, x.map("a0 - a1 / 30.0", mean), "w", 14, 30))
+    optimizer = Optimizer(program, H200, QUICK)
+    for _ in optimizer.run():
+        pass
+    assert optimizer.rules
+    assert not optimizer.refused
+
+
+def test_more_ops_are_tried_where_all_graphs_overflow():
+    """With a bias and odd sizes all graphs of the fewest ops take no maximum."""
+    p = ProgramBuilder("biased")
+    q, bias = p.input("q", (2, 6, 24), DTYPE), p.input("m", (6, 36), DTYPE)
+    k, v = (p.input(name, (2, 36, 24), DTYPE) for name in ("k", "v"))
+    scores = p.linear(q, k, spec="h q d, h t d -> h q t").map("a0 * 0.2 + a1", bias)
+    program = p.build(p.linear(p.softmax(scores), v, spec="h q t, h t e -> h q e"))
+    optimizer = Optimizer(program, H200, QUICK)
+    for _ in optimizer.run():
+        pass
+    assert optimizer.rules
+    assert any("overflows" in refusal.reason for refusal in optimizer.refused)

@@ -7,6 +7,7 @@ softmax with and without its largest score). Next: egraph.py, which finds what e
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import cast
 
 from distmega.program import expr
@@ -68,8 +69,10 @@ def neg(a: Term) -> Term:
 
 
 def inv(a: Term) -> Term:
-    """1 / a."""
-    return const(1.0 / a.data) if isinstance(a.data, float) and a.data else Term("inv", (a,))
+    """1 / a; of a number that number where it is exact, as of a power of two."""
+    if isinstance(a.data, float) and a.data and Fraction(a.data) * Fraction(1.0 / a.data) == 1:
+        return const(1.0 / a.data)
+    return Term("inv", (a,))
 
 
 def exp(a: Term) -> Term:
