@@ -80,7 +80,7 @@ def _refused(module: nn.Module, error: Exception) -> CaptureError:
             expected="a module that does the same for all inputs of these shapes",
             remedy="use torch.where in place of if, or capture the parts around it",
         )
-    if "Expected all tensors to be on the same device" in reason:
+    if "be on the same device" in reason or "different devices" in reason:
         return CaptureError(
             f"{name}: tensors on several devices ({reason})",
             expected="weights and example inputs on one device",
