@@ -8,7 +8,7 @@ saves nothing. Next: distmega/program/types.py, whose ops these are.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from distmega.errors import ProgramError, VerifyError
@@ -31,6 +31,7 @@ from distmega.superopt.matching import Match, find_matches
 from distmega.superopt.proof.equivalence import is_as_good
 from distmega.superopt.resize import Constants, Sizes, resized_rule
 from distmega.superopt.rules import RewriteRule
+from distmega.superopt.surroundings import Surroundings
 
 KINDS = {
     "map": "pointwise",
@@ -272,21 +273,27 @@ def _apply(
     kept: Container[str],
     cost: Cost | None,
 ) -> Program:
-    """ways: what is put in a match's place, and whether it is as good, which takes longer."""
+    """ways: what is put in a match's place, and whether it is as good, which takes longer. What did
+    not help is not tried again in like surroundings.
+    """
     make, is_good = ways
     number, found, apart = 0, True, set[str]()
+    surroundings, useless = Surroundings(), set[Hashable]()
     while found:
         found = False
         left = [op.name for op in program.ops if op.name in kept or op.name in apart]
         matches = [m for m in find_matches(program, rules, left) if cost or m.saved_us > 0.0]
         uses, now_us = _Uses(program), cost(program) if cost and matches else 0.0
+        near = surroundings.of(program) if cost and matches else {}
         for match in _by_saving(matches):
-            if not uses.frees(match) or _position(program, match) is None:
+            like = match.rule, match.sizes, match.constants, *(near.get(op) for op in match.ops)
+            if like in useless or not uses.frees(match) or _position(program, match) is None:
                 continue
             prefix = f"{match.rule.name}#{number}"
             new = _replaced(program, match, make(match), prefix)
             new_us = cost(new) if cost else -math.inf
             if new_us >= now_us:
+                useless.add(like)
                 continue
             try:
                 if not is_good(match):
@@ -295,6 +302,7 @@ def _apply(
                 continue
             program, number, found = new, number + 1, True
             uses, now_us = _Uses(program), new_us if cost else 0.0
+            near = surroundings.of(program) if cost else {}
             apart.update(op.name for op in program.ops if op.name.startswith(f"{prefix}."))
     return verify_program(program) if number else program
 
