@@ -74,6 +74,8 @@ def add_contraction(draft: RowDraft, nth: int, op: FusedContraction) -> None:
         draft.forms[out] = epilogue.publishes
     if len(op.outs) > 1:
         locate_outs(draft, op, dst, generation, 1 if epilogue.publishes == "numbers" else 2)
+    num_tiles, norm = tiles_k(columns), norm_at(draft, op)
+    bias = draft.placed.bias(op.streams, padded=True)
     for sm, queue in enumerate(draft.queues):
         first, last = share(rows, streams, sm, draft.num_sms)
         if first == last:
@@ -88,12 +90,12 @@ def add_contraction(draft: RowDraft, nth: int, op: FusedContraction) -> None:
                 weight_row=starts[0] + before,
                 pair_row=starts[1] + before if streams == 2 else second,
                 num_units=last - first,
-                num_tiles_k=tiles_k(columns),
+                num_tiles_k=num_tiles,
                 src=x.first,
                 num_src_words=columns // 2,
                 flag_delta=generation - x.generation,
-                norm=norm_at(draft, op),
-                bias=draft.placed.bias(op.streams, padded=True),
+                norm=norm,
+                bias=bias,
                 dst=dst,
                 row0=first * UNIT_ROWS,
                 num_rows=limit,

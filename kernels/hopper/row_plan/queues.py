@@ -184,7 +184,7 @@ def fill_queues(draft: RowDraft) -> RowQueues:
         max_tiles_k=max(tiles_k(draft.length(op)) for op in draft.contractions()),
         eps=draft.eps,
         matrices=draft.placed.matrices,
-        queues=tuple(tuple(map(partial(chosen_last, draft), queue)) for queue in draft.queues),
+        queues=chosen_last(draft),
         num_kept=draft.num_kept,
         outputs=draft.outputs(),
         sampler=sampler,
@@ -208,17 +208,21 @@ def fill_queues(draft: RowDraft) -> RowQueues:
     )
 
 
-def chosen_last(draft: RowDraft, one: Instruction) -> Instruction:
-    """The instruction, of the last generation of all if a token is chosen by it: a step begins
-    with the last flag of the one before.
+def chosen_last(draft: RowDraft) -> tuple[tuple[Instruction, ...], ...]:
+    """The queues, in which those instructions are of the last generation of all by which a token is
+    chosen: a step begins with the last flag of the one before.
     """
     last = draft.num_generations - 1
-    if isinstance(one, RowSample):
-        return replace(one, generation=last)
-    if isinstance(one, RowLinear) and draft.epilogues[one.opcode].ranked:
-        delta = one.flag_delta + last - one.generation
-        return replace(one, generation=last, flag_delta=delta)
-    return one
+
+    def moved(one: Instruction) -> Instruction:
+        if isinstance(one, RowSample):
+            return replace(one, generation=last)
+        if isinstance(one, RowLinear) and draft.epilogues[one.opcode].ranked:
+            delta = one.flag_delta + last - one.generation
+            return replace(one, generation=last, flag_delta=delta)
+        return one
+
+    return tuple(tuple(map(moved, queue)) for queue in draft.queues)
 
 
 def add_barrier(draft: RowDraft, nth: int) -> None:
