@@ -64,6 +64,6 @@ def parted_at_barriers(cubin: Path) -> list[str]:
 
 def is_of_all(predicate: str, before: list[str]) -> bool:
     """Whether all lanes have the same there: it was last set from uniform registers alone."""
-    wrote = re.compile(rf"^(@!?U?P\d )?[A-Z]\S*SETP\S* ({predicate}|P\d, {predicate}),")
-    last = next((line for line in reversed(before) if wrote.match(line)), "R0")
-    return not re.search(r"\bR\d", last)
+    wrote = re.compile(rf"^(@!?U?P\d )?\S*(SETP|PLOP3)\S* (P[\dT], )?{predicate}, (.*)$")
+    last = next((match for match in map(wrote.match, reversed(before)) if match), None)
+    return bool(last) and not re.search(r"\b[RP]\d", last[4])
