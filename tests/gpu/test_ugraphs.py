@@ -93,7 +93,7 @@ def test_compiled_programs_use_shipped_rules():
 
 
 OTHER_SIZES = (
-    "rmsnorm_linear k=2560 n=9728 rows=3",
+    "rmsnorm_linear k=2560 n=9728",
     "lora k=2048 n=8192 rank=64",
     "gated_mlp k=1536 n=8960 rows=5",
     "gqa_decode ctx=1000 heads=16 kv=2 dim=64",

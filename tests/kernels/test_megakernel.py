@@ -134,7 +134,7 @@ def test_the_summary_counts():
     ]
     assert "  collectives  none" in lines
     assert "  weight       128 bytes a rank" in lines
-    assert lines[-1].startswith("  compiled     collectives")
+    assert lines[-1].startswith("  compiled     expansion")
 
 
 def test_compiling_needs_no_torch():
