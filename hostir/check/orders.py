@@ -208,7 +208,7 @@ class _RankWalk:
     def fused(self, node: FusedMatmul) -> None:
         """One kernel of the whole team, which ends when all have begun."""
         shapes = tuple(self.buffers[name].shape for name in (node.x, node.w, node.out))
-        start, done = self.filling(node, (node.kind, node.num_rows, shapes))
+        start, done = self.filling(node, (node.kind, node.num_rows, shapes, bool(node.norm)))
         self.uses(node, start, done)
 
     def filling(

@@ -43,8 +43,16 @@ def rename_node(node: Node, buffers: Names, handles: Names) -> Node:
                 outs=tuple(map(buffers, outs)),
                 handle=handles(handle),
             )
-        case FusedMatmul(x=x, w=w, out=out):
-            return replace(node, x=buffers(x), w=buffers(w), out=buffers(out))
+        case FusedMatmul(x=x, w=w, out=out, norm=norm):
+            if norm is not None:
+                norm = replace(
+                    norm,
+                    residual=buffers(norm.residual),
+                    total=buffers(norm.total),
+                    weight=buffers(norm.weight),
+                    bias=buffers(norm.bias) if norm.bias else "",
+                )
+            return replace(node, x=buffers(x), w=buffers(w), out=buffers(out), norm=norm)
         case LaunchMegakernel(args=args):
             renamed = (replace(arg, buffer=buffers(arg.buffer)) for arg in args)
             return replace(node, args=tuple(renamed))

@@ -28,7 +28,7 @@ from distmega.hostir.ir.nodes import (
     segment_args,
 )
 from distmega.hostir.ir.uses import named_buffers, node_writes, storage_of, view_sources
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, symmetric_bytes
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm, symmetric_bytes
 from distmega.hostir.run.borrow import late_uses
 from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Program, Tensor, accesses
@@ -241,6 +241,9 @@ def fitting_matmuls(walked: Walked) -> Iterator[Violation]:
             if not _multiplies(node, buffers, size):
                 shapes = " x ".join(str(list(buffers[n].shape)) for n in (node.x, node.w, node.out))
                 yield index, shapes, f"shapes as {node.kind} over {size} ranks makes them"
+            if node.norm and not _normalises(node, node.norm, buffers):
+                shapes = " x ".join(str(list(buffers[n].shape)) for n in node.norm.reads)
+                yield index, f"a norm of {shapes}", "rows of a sum over ranks, and a vector as long"
             if (need := symmetric_bytes(node, buffers, size)) > symmetric_buffers.get(axis, 0):
                 yield (
                     index,
@@ -266,6 +269,19 @@ def _multiplies(node: FusedMatmul, buffers: Mapping[str, Tensor], size: int) -> 
         columns = (columns[0] // 2 if columns[0] % 2 == 0 else 0,)
     same = len({buffers[name].dtype for name in (node.x, node.w, node.out)}) == 1
     return same and fits and rows[0] * given == out[0] * made and out[1:] == rows[1:] + columns
+
+
+def _normalises(node: FusedMatmul, norm: SumNorm, buffers: Mapping[str, Tensor]) -> bool:
+    """Whether a norm is of rows of what an all-reduce sums."""
+    out, vectors = buffers[node.out], [buffers[name] for name in norm.reads[1:]]
+    rows = [buffers[name] for name in (norm.residual, norm.total)]
+    plain = node.kind == "matmul_all_reduce" and not (node.borrows or node.forced or node.mixes)
+    return (
+        plain
+        and len(out.shape) == node.num_rows + 1
+        and all((each.shape, each.dtype) == (out.shape, out.dtype) for each in rows)
+        and all(each.shape == out.shape[-1:] for each in vectors)
+    )
 
 
 def _fits(node: Collective, given: Sequence[int], got: Sequence[int], size: int) -> bool:

@@ -44,7 +44,7 @@ from distmega.hostir.ir.nodes import (
     WaitEvent,
     WaitSignal,
 )
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm, SymmetricBuffer
 from distmega.program.text import (
     bounded_lines,
     parse_attrs,
@@ -130,7 +130,13 @@ def _print_fused(node: FusedMatmul) -> str:
         + " replicated" * node.replicated
         + " forced" * node.forced
         + (f" mixes {node.mixes}" if node.mixes else "")
+        + (_print_norm(node.norm) if node.norm else "")
     )
+
+
+def _print_norm(norm: SumNorm) -> str:
+    eps = print_attrs((("eps", norm.eps),))
+    return f" {norm.kind} norm ({', '.join(norm.reads)}) -> {norm.total}{eps}"
 
 
 def _print_order(node: SetStream | RecordEvent | WaitEvent | Signal | WaitSignal) -> str:
@@ -295,6 +301,10 @@ def _parse_fused(
     borrowed: str,
     replicated: str,
     forced: str,
+    norm: str,
+    given: str,
+    total: str,
+    attrs: str,
     mixes: str,
 ) -> Node:
     return FusedMatmul(
@@ -308,6 +318,22 @@ def _parse_fused(
         replicated=bool(replicated),
         forced=bool(forced),
         mixes=mixes,
+        norm=_parse_norm(norm, given, total, attrs) if norm else None,
+    )
+
+
+def _parse_norm(kind: str, given: str, total: str, attrs: str) -> SumNorm:
+    names, found = parse_names(given), dict(parse_attrs(attrs))
+    eps = found.pop("eps", None)
+    if not 2 <= len(names) <= 3 or found or not isinstance(eps, float):
+        raise _unreadable(f"{kind} norm ({given}) -> {total} |{attrs}")
+    return SumNorm(
+        kind=kind,  # type: ignore[arg-type]
+        eps=eps,
+        residual=names[0],
+        total=total,
+        weight=names[1],
+        bias=names[2] if len(names) == 3 else "",
     )
 
 
@@ -358,7 +384,7 @@ _FORMS: tuple[tuple[str, Callable[..., Node]], ...] = (
     (
         r"(all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce) (\S+)"
         r" \((\S+), (\S+)\) -> (\S+) rows (\d+)( borrowed)?( replicated)?( forced)?"
-        r"(?: mixes (.+))?",
+        r"(?: (rms|layer) norm \(([^()]*)\) -> (\S+) \|(.*)|(?: mixes (.+))?)",
         _parse_fused,
     ),
 )

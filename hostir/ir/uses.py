@@ -37,8 +37,8 @@ def node_reads(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
             return tuple(arg.buffer for arg in args if arg.name in read)
         case Collective(ins=ins):
             return ins
-        case FusedMatmul(x=x, w=w):
-            return x, w
+        case FusedMatmul():
+            return node.reads
         case Send(buffer=buffer):
             return (buffer,)
         case ForLoop(body=body):
@@ -56,8 +56,8 @@ def node_writes(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
             return tuple(arg.buffer for arg in args if arg.name in written)
         case Collective(outs=outs):
             return outs
-        case FusedMatmul(out=out):
-            return (out,)
+        case FusedMatmul():
+            return node.writes
         case Recv(buffer=buffer):
             return (buffer,)
         case ForLoop(body=body):

@@ -14,12 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.library.norms import normalise
 from distmega.hostir.library.pointwise import OpFunction, evaluate_all
 from distmega.hostir.library.torch_types import operand_dtype
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm, SymmetricBuffer
 from distmega.program import expr
 from distmega.program import types as program
 from distmega.program.types import Op
+
+NormedProduct = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
+"""Of x [rows, sums], w [columns, sums] and what a SumNorm reads: the norm and what it is of, each
+[rows, columns]."""
 
 
 class Matmuls(Protocol):
@@ -41,6 +46,10 @@ class Matmuls(Protocol):
 
     def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
         """What a node does with x [rows, sums] and w [columns, sums]: its out, [rows, columns]."""
+        ...
+
+    def compile_normed(self, node: FusedMatmul, norm: SumNorm) -> NormedProduct:
+        """What a node does that has a norm."""
         ...
 
 
@@ -89,6 +98,17 @@ class SequentialMatmuls:
         }
         return ways[node.kind]
 
+    def compile_normed(self, node: FusedMatmul, norm: SumNorm) -> NormedProduct:
+        """See Matmuls."""
+        multiply = self.compile(node)
+
+        def run(x: Tensor, w: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            residual, weight, *bias = given
+            shift = bias[0] if bias else None
+            return normalise(norm.kind, multiply(x, w), residual, weight, shift, norm.eps)
+
+        return run
+
 
 def product(x: Tensor, w: Tensor) -> Tensor:
     """x W', in the type in which library linears multiply."""
@@ -135,12 +155,23 @@ def compile_mixed(op: Op, multiply: MixedProduct) -> OpFunction:
 
 def compile_matmul(
     node: FusedMatmul, out: program.Tensor, matmuls: Matmuls
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """What a node does with x and w of any number of dims: a tensor of out's shape."""
-    call = matmuls.compile(node)
+) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """What a node does with what it reads, x and w of any number of dims: what it writes, each of
+    out's shape.
+    """
+    if node.norm is None:
+        call = matmuls.compile(node)
+    else:
+        normed = matmuls.compile_normed(node, node.norm)
 
-    def run(x: Tensor, w: Tensor) -> Tensor:
+    def run(operands: Sequence[Tensor]) -> Sequence[Tensor]:
+        x, w, *given = operands
         num_sums = math.prod(x.shape[node.num_rows :])
-        return call(x.reshape(-1, num_sums), w.reshape(-1, num_sums)).view(out.shape)
+        x, w = x.reshape(-1, num_sums), w.reshape(-1, num_sums)
+        if node.norm is None:
+            return (call(x, w).view(out.shape),)
+        residual, *vectors = given
+        rows = residual.reshape(-1, residual.shape[-1])
+        return [each.view(out.shape) for each in normed(x, w, (rows, *vectors))]
 
     return run

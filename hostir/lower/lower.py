@@ -35,6 +35,7 @@ from distmega.hostir.lower.segments import Run, kernel_runs, make_segment
 from distmega.hostir.passes.fuse import fuse_ops
 from distmega.hostir.passes.host_streams import Touched
 from distmega.hostir.passes.mix_columns import mix_columns
+from distmega.hostir.passes.norm_sums import norm_sums
 from distmega.program.kinds import kind_of, kinds
 from distmega.program.ops.compute import communication_axis
 from distmega.program.types import Op, Program, Tensor, accesses
@@ -118,6 +119,7 @@ class _Lowering:
             segments = {segment.name: segment for segment in self.segments}
             body = [*fuse_ops(body, buffers, program.outputs, segments)]
             body = [*mix_columns(body, buffers, program.outputs)]
+            body = [*norm_sums(body, buffers, program.outputs)]
         used = {name for node in walk_nodes(body) for name in named_buffers(node)}
         used |= set(program.outputs)
         whole = [t for t in program.tensors if t.role != "temp" or t.name in used]

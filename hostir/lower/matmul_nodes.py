@@ -7,9 +7,29 @@ matmuls.py.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from distmega.program.types import Tensor
 from distmega.sharding.overlap.pairs import PairKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumNorm:
+    """What becomes of a sum over ranks, row by row: `total`, the sum and `residual`, and its norm
+    times `weight`, plus `bias` if there is one.
+    """
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    residual: str
+    total: str
+    weight: str
+    bias: str = ""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Buffers beside those of the product."""
+        return (self.residual, self.weight, *((self.bias,) if self.bias else ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +42,7 @@ class FusedMatmul:
     that gathers x, and so is out, bit by bit. forced: a user asked for one kernel; otherwise the
     device may do it in what way is quicker. mixes: an expression of a0 and a1, columns n and
     N / 2 + n of the product, which column n of out is; of gathers alone, of one dim of columns.
+    norm: of the rows of a sum of one dim of columns, which out holds in its place.
     """
 
     kind: PairKind
@@ -34,6 +55,17 @@ class FusedMatmul:
     replicated: bool = False
     forced: bool = False
     mixes: str = ""
+    norm: SumNorm | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Buffers that it reads."""
+        return (self.x, self.w, *(self.norm.reads if self.norm else ()))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Buffers that it writes."""
+        return (self.out, *((self.norm.total,) if self.norm else ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,7 +204,8 @@ class _Resizing:
         if rows % scattered:
             raise _uneven(node.out, f"{rows} rows over {scattered} ranks")
         rest = self.new[node.x][1 : node.num_rows]
-        self.new[node.out] = (rows // scattered, *rest, *self.old[node.out][node.num_rows :])
+        for name in node.writes:
+            self.new[name] = (rows // scattered, *rest, *self.old[name][node.num_rows :])
         return node
 
 

@@ -51,7 +51,7 @@ def borrow_results(host: HostProgram) -> HostProgram:
     sums = {
         node.out
         for node in walk_nodes(host.body)
-        if isinstance(node, FusedMatmul) and node.kind == "matmul_all_reduce"
+        if isinstance(node, FusedMatmul) and node.kind == "matmul_all_reduce" and node.norm is None
     }
     if not sums:
         return host

@@ -361,11 +361,18 @@ class _Compiler:
 
     def fused(self, node: FusedMatmul) -> Step:
         call = compile_matmul(node, self.buffers[node.out], self.matmuls)
-        if node.out not in self.shared:
-            return lambda f: f.tensors.update(
-                {node.out: call(f.tensors[node.x], f.tensors[node.w])}
-            )
-        return lambda f: f.tensors[node.out].copy_(call(f.tensors[node.x], f.tensors[node.w]))
+        reads, writes = node.reads, node.writes
+        shared = [name in self.shared for name in writes]
+
+        def write(f: Frame) -> None:
+            results = call([f.tensors[name] for name in reads])
+            for name, keep, result in zip(writes, shared, results, strict=True):
+                if keep:
+                    f.tensors[name].copy_(result)
+                else:
+                    f.tensors[name] = result
+
+        return write
 
     def collective(self, node: Collective) -> Step:
         start = self.starter(node)

@@ -11,6 +11,7 @@ Next: overlap.py.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from distmega.kernels.gemm.times.matmul_ways import (
 )
 from distmega.kernels.gemm.times.ways import rates_of
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
-from distmega.kernels.pipelined.api import pointwise_results
+from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
 from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.runtime.gpus import is_hopper
@@ -212,6 +213,36 @@ def matmul_all_reduce(
     result = torch.empty_like(partial)
     comm.all_reduce(axis, [partial], [result], "sum").wait()
     return result
+
+
+def matmul_sum_norm(
+    a: Tensor,
+    b: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    comm: Communicator,
+    axis: str = "tp",
+    *,
+    kind: Literal["rms", "layer"],
+    eps: float,
+    workspace: Workspace | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The norm of residual + the sum over ranks of A B^T, times weight and plus bias, and that
+    total, both [M, N]; a [M, K], b [N, K] are each rank's own, residual [M, N], weight and bias [N]
+    the same on all. workspace, ProgramError: as all_gather_matmul.
+    """
+    _check(a, b)
+    extents = _extents(a, b, comm.mesh.size(axis))
+    if _choose("all_reduce", a, comm, extents, None).means == "peer":
+        workspace = _workspace(workspace, comm, axis, 4 * a.shape[0] * b.shape[0])
+        vectors = (weight,) if bias is None else (weight, bias)
+        if late.peer_collectives.sums_rows(extents, residual, vectors):
+            return late.peer_collectives.matmul_sum_norm(
+                a, b, residual, weight, bias, kind, eps, workspace
+            )
+    total = matmul_all_reduce(a, b, comm, axis, borrow=True, workspace=workspace)
+    return normalise_rows(kind, total, residual, weight, bias, eps)
 
 
 def _check(

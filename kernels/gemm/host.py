@@ -9,8 +9,14 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
-from distmega.kernels.gemm.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from distmega.hostir.library.matmuls import NormedProduct
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm, SymmetricBuffer
+from distmega.kernels.gemm.api import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    matmul_sum_norm,
+)
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
 
 
@@ -73,3 +79,24 @@ class PeerMatmuls:
                     workspace=symmetric_buffer,
                     borrow=node.borrows,
                 )
+
+    def compile_normed(self, node: FusedMatmul, norm: SumNorm) -> NormedProduct:
+        """See Matmuls."""
+        symmetric_buffer = self._opened[node.mesh_axis][-1]
+
+        def run(x: Tensor, w: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            residual, weight, *bias = given
+            return matmul_sum_norm(
+                x,
+                w,
+                residual,
+                weight,
+                bias[0] if bias else None,
+                self.comm,
+                node.mesh_axis,
+                kind=norm.kind,
+                eps=norm.eps,
+                workspace=symmetric_buffer,
+            )
+
+        return run

@@ -14,6 +14,7 @@ from distmega.kernels.gemm.times.matmul_ways import MatmulChoice
 from distmega.kernels.gemm.times.tile_times import Tiles
 from distmega.kernels.machines import H200
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.overlap.products import Extents
 
 pytest.importorskip("triton")
 
@@ -62,6 +63,62 @@ def test_sums_of_few_rows_are_pushed_to_few_ranks():
     assert not is_pushed(264, 2048, 2)
     assert is_pushed(64, 2048, 4)
     assert not is_pushed(256, 2048, 4)
+
+
+def test_sums_are_normalised_by_their_kernel_where_that_was_quicker():
+    takes, x = late.peer_collectives.sums_rows, torch.ones(8, dtype=torch.bfloat16)
+
+    def sums(rows: int, columns: int, num_ranks: int, x: torch.Tensor = x) -> bool:
+        extents = Extents(rows=rows, columns=columns, depth=64, num_ranks=num_ranks)
+        return takes(extents, x, (x, x))
+
+    assert sums(64, 2048, 2)
+    assert sums(1024, 2048, 2)
+    assert sums(16, 8192, 2)
+    assert not sums(63, 2048, 2), "fewer bytes were not timed"
+    assert not sums(1025, 2048, 2), "nor more"
+    assert not sums(64, 2048, 4), "four ranks send each other more than two shots do"
+    assert not sums(64, 2050, 2), "a thread reads four elements"
+    assert not sums(64, 2**15, 2), "a row is in registers"
+    assert not sums(64, 2048, 2, x.float())
+
+
+@pytest.mark.parametrize("joins", [True, False])
+@pytest.mark.parametrize("means", ["tiles", "peer"])
+def test_a_norm_is_of_the_sum_by_either_way(
+    means: str, joins: bool, monkeypatch: pytest.MonkeyPatch
+):
+    room = late.peer_collectives
+    whole = create_autospec(room.matmul_sum_norm, return_value=(A, B))
+    summed = create_autospec(api.matmul_all_reduce, return_value=A)
+    normed = create_autospec(api.normalise_rows, return_value=(A, B))
+    monkeypatch.setattr(room, "matmul_sum_norm", whole)
+    monkeypatch.setattr(room, "sums_rows", lambda *args: joins)
+    monkeypatch.setattr(api, "matmul_all_reduce", summed)
+    monkeypatch.setattr(api, "normalise_rows", normed)
+    monkeypatch.setattr(
+        api, "_choose", lambda *args: MatmulChoice(means=means, us=1.0, tiles=TILES)
+    )
+    monkeypatch.setattr(api, "_workspace", lambda *args: "workspace")
+    comm, vector = SingleCommunicator(DeviceMesh(tp=1)), torch.ones(128)
+    found = api.matmul_sum_norm(A, B, A, vector, None, comm, kind="rms", eps=1e-5)
+    assert found == (A, B)
+    as_one = joins and means == "peer"
+    assert (whole.call_count, summed.call_count, normed.call_count) == (
+        as_one,
+        not as_one,
+        not as_one,
+    )
+
+
+def test_words_of_four_are_read_where_they_lie():
+    in_fours, x = late.peer_collectives._in_fours, torch.arange(24).bfloat16()
+    assert in_fours(x) is x
+    assert in_fours(x[4:12]).data_ptr() == x[4:].data_ptr()
+    for other in (x[1:9], x.view(3, 8).T):
+        found = in_fours(other)
+        assert torch.equal(found, other)
+        assert found.flatten().view(torch.int64).numel() == other.numel() // 4
 
 
 @pytest.mark.parametrize("means", ["tiles", "peer"])

@@ -1,0 +1,88 @@
+"""Lets a product whose ranks sum it make the norm of that sum too.
+
+Comes in: a body of lower.py, after fuse.py. Where a fused_norm stands directly behind a FusedMatmul
+that ends with an all-reduce, and one of the two tensors that it adds is that sum, which nobody else
+reads, goes out: a FusedMatmul with a SumNorm, which writes the norm and what it is of; the sum by
+itself is nowhere. A device that has the sum row by row so reads it once. Next: passes.py.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, cast
+
+from distmega.hostir.ir.nodes import Allocate, ForLoop, LibraryOp, Node, walk_nodes
+from distmega.hostir.ir.uses import named_buffers
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm
+from distmega.program.types import Index, Op, Tensor
+
+
+def norm_sums(
+    body: Sequence[Node], buffers: Mapping[str, Tensor], outputs: Sequence[str]
+) -> tuple[Node, ...]:
+    """The body, loops included, with such products."""
+    uses = Counter(outputs)
+    for node in walk_nodes(body):
+        if not isinstance(node, Allocate):
+            uses.update(set(named_buffers(node)))
+    return _normed(body, buffers, uses)
+
+
+def _normed(
+    body: Sequence[Node], buffers: Mapping[str, Tensor], uses: Mapping[str, int]
+) -> tuple[Node, ...]:
+    out: list[Node] = []
+    for node in body:
+        if isinstance(node, ForLoop):
+            node = replace(node, body=_normed(node.body, buffers, uses))
+        if isinstance(node, LibraryOp):
+            node = _join(out, node, buffers, uses)
+        out.append(node)
+    return tuple(out)
+
+
+def _join(
+    above: list[Node], node: LibraryOp, buffers: Mapping[str, Tensor], uses: Mapping[str, int]
+) -> Node:
+    """The product that does `node` too, taken from `above` with its result; or the node."""
+    at = len(above) - 1
+    while at >= 0 and isinstance(above[at], Allocate):
+        at -= 1
+    product = above[at] if at >= 0 else None
+    if not isinstance(product, FusedMatmul) or product.norm is not None:
+        return node
+    gone = product.out
+    norm = _norm_of(product, node.op, buffers)
+    if norm is None or buffers[gone].role != "temp" or uses[gone] != 2:
+        return node
+    rest = (*above[:at], *above[at + 1 :])
+    above[:] = [x for x in rest if not (isinstance(x, Allocate) and x.buffer == gone)]
+    return replace(product, out=node.op.writes[0].tensor, norm=norm)
+
+
+def _norm_of(product: FusedMatmul, op: Op, buffers: Mapping[str, Tensor]) -> SumNorm | None:
+    """What `op` does to the product's result; None where it is no norm of its rows."""
+    plain = product.kind == "matmul_all_reduce" and not (product.forced or product.mixes)
+    kind, eps, out = op.get("norm", ""), op.get("eps", 0.0), buffers[product.out]
+    if op.kind != "fused_norm" or not plain or kind not in ("rms", "layer"):
+        return None
+    x, _, residual, _, *vectors = op.reads
+    others = {x.tensor, residual.tensor} - {product.out}
+    whole = all(index == Index(axes=index.axes) for access in op.reads for index in access.dims)
+    if len(out.shape) != product.num_rows + 1 or len(others) != 1 or not vectors or not whole:
+        return None
+    if op.writes[0].dims != op.writes[1].dims or x.dims != op.writes[0].dims:
+        return None
+    total = op.writes[1].tensor
+    shapes = {buffers[name].shape for name in (*others, total, op.writes[0].tensor)}
+    types = {buffers[access.tensor].dtype for access in (*op.reads, *op.writes)}
+    if shapes != {out.shape} or len(types) != 1:
+        return None
+    return SumNorm(
+        kind=cast(Literal["rms", "layer"], kind),
+        eps=float(cast(float, eps)),
+        residual=others.pop(),
+        total=total,
+        weight=vectors[0].tensor,
+        bias=vectors[1].tensor if len(vectors) > 1 else "",
+    )

@@ -1,0 +1,180 @@
+"""Sums over ranks with the norm of their rows, by one kernel: what it does with memory and numbers,
+run by threads that stand for ranks, against torch; and that it compiles for Hopper.
+"""
+
+import threading
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.hostir.library.norms import normalise
+
+pytest.importorskip("triton")
+
+from triton.language.core import constexpr
+from triton.runtime.jit import JITFunction
+
+from distmega.kernels.hopper import sum_norm
+from distmega.kernels.hopper.sum_norm import PushedSumNorm, SumNormSpec
+from tests.kernels.offline import offline
+
+MOST_POLLS = 8000
+
+
+class Pointer:
+    """Into a flat tensor, from one offset or several on."""
+
+    def __init__(self, memory: Tensor, at: Any = 0) -> None:
+        self.memory, self.at = memory, at
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.memory, self.at + offset)
+
+
+class Scalar(int):
+    """A number of a kernel."""
+
+    def to(self, dtype: object) -> "Scalar":
+        return self
+
+
+class Program:
+    """One program: what stands in for Gluon and PTX. changed: notified of what any rank stores."""
+
+    def __init__(self, row: int, changed: threading.Condition) -> None:
+        self.row, self.changed, self.num_polls = row, changed, 0
+
+    def load(self, pointer: Pointer, mask: Any = None, other: int = 0, **options: object) -> Any:
+        if mask is None:
+            return Scalar(pointer.memory[int(pointer.at)])
+        found = torch.full((len(pointer.at),), other, dtype=torch.int64)
+        found[mask] = pointer.memory[pointer.at[mask]]
+        return found
+
+    def store(self, pointer: Pointer, value: Any, mask: Any = None, **options: object) -> None:
+        with self.changed:
+            if mask is None:
+                pointer.memory[int(pointer.at)] = int(value)
+            else:
+                pointer.memory[pointer.at[mask]] = value[mask]
+            self.changed.notify_all()
+
+    def read(self, pointer: Pointer, value: int, **options: object) -> Scalar:
+        """Gives others time to store."""
+        self.num_polls += 1
+        assert self.num_polls < MOST_POLLS, "a wait that nobody ends"
+        with self.changed:
+            self.changed.wait(0.001)
+            return Scalar(pointer.memory[int(pointer.at)])
+
+    def scope(self) -> dict[str, Any]:
+        """The module's names, as this program sees them."""
+        found: dict[str, Any] = {}
+        for name, value in vars(sum_norm).items():
+            if isinstance(value, JITFunction):
+                found[name] = FunctionType(value.fn.__code__, found, name)
+            else:
+                found[name] = value.value if isinstance(value, constexpr) else value
+        found |= {
+            "gl": SimpleNamespace(
+                program_id=lambda axis: Scalar(self.row),
+                static_range=range,
+                arange=lambda first, last, layout: torch.arange(first, last),
+                load=self.load,
+                store=self.store,
+                zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+                where=lambda mask, x, y: torch.where(mask, x, torch.as_tensor(y, dtype=x.dtype)),
+                sum=lambda x, dim: x.sum(dim),
+                rsqrt=torch.rsqrt,
+                atomic_xchg=self.store,
+                atomic_add=self.read,
+                int32=torch.int32,
+                int64=torch.int64,
+                float32=torch.float32,
+                constexpr=None,
+            ),
+            "cta_barrier": lambda: None,
+            "low_half": lambda bits: half_of(bits, 0),
+            "high_half": lambda bits: half_of(bits, 1),
+            "bf16_pair": lambda low, high: pair_of(low, high),
+        }
+        return found
+
+
+def half_of(bits: Tensor, number: int) -> Tensor:
+    return bits.contiguous().view(torch.bfloat16).view(-1, 2)[:, number].float()
+
+
+def pair_of(low: Tensor, high: Tensor) -> Tensor:
+    return torch.stack([low, high], -1).bfloat16().view(torch.int32).flatten()
+
+
+def as_fours(x: Tensor) -> Pointer:
+    return Pointer(x.view(torch.int64).flatten())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "columns", "kind", "has_bias"),
+    [(2, 1024 + 36, "rms", False), (3, 200, "layer", True), (2, 8, "layer", False)],
+)
+def test_rows_are_summed_and_normalised(ranks: int, columns: int, kind: Any, has_bias: bool):
+    """Three launches of two, three and one row over ranks in threads, the same bits on all."""
+    torch.manual_seed(0)
+    spec = SumNormSpec(kind=kind, fours=columns // 4, ranks=ranks, has_bias=has_bias)
+    capacity, slots = 3, 2 * ranks * 3
+    peers = [Pointer(torch.zeros(slots * spec.fours, dtype=torch.int64)) for _ in range(ranks)]
+    words = [Pointer(torch.zeros(slots, dtype=torch.int32)) for _ in range(ranks)]
+    epochs = [torch.zeros(capacity, dtype=torch.int32) for _ in range(ranks)]
+    weight, bias = torch.randn(2, columns).bfloat16()
+    launches = [torch.randn(ranks + 1, rows, columns).bfloat16() for rows in (2, 3, 1)]
+    results = [
+        [torch.full((2, *each.shape[1:]), torch.nan).bfloat16() for each in launches]
+        for _ in range(ranks)
+    ]
+    changed = threading.Condition()
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            for given, out in zip(launches, results[rank], strict=True):
+                for row in range(given.shape[1]):
+                    scope = Program(row, changed).scope()
+                    scope["sum_norm_kernel"](
+                        *map(as_fours, (given[rank], given[-1], weight, bias, out[0], out[1])),
+                        peers[rank], peers, words[rank], words,
+                        Pointer(epochs[rank]), Scalar(rank), Scalar(capacity), 1e-5, spec,
+                    )  # fmt: skip
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    for number, given in enumerate(launches):
+        total = sum((part.float() for part in given[1:-1]), given[0].float()).bfloat16()
+        expected = normalise(kind, total, given[-1], weight, bias if has_bias else None, 1e-5)
+        for rank in range(ranks):
+            y, both = results[rank][number]
+            assert torch.equal(both, expected[1])
+            assert torch.equal(y, results[0][number][0])
+            torch.testing.assert_close(y, expected[0], rtol=2**-7, atol=2**-7)
+
+
+def test_it_compiles(monkeypatch: pytest.MonkeyPatch):
+    """Rows that fill no chunk; nothing is kept on the stack."""
+    memory = SimpleNamespace(tensor=lambda rank, shape, dtype: torch.zeros(shape, dtype=dtype))
+    team = SimpleNamespace(size=2, team_rank=0, open=lambda num_bytes: memory)
+    x, vector = torch.zeros(8, 2304, dtype=torch.bfloat16), torch.zeros(2304, dtype=torch.bfloat16)
+    with offline(monkeypatch) as found:
+        run = PushedSumNorm(team, 2304, 8)  # type: ignore[arg-type]
+        run(x, x, vector, None, "rms", 1e-5)
+    (kernel,) = found
+    assert kernel.stack_bytes == 0
+    assert "atom.global.sys.release.exch.b32" in kernel.ptx
