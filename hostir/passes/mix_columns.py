@@ -7,14 +7,13 @@ product itself is nowhere. So it is where it stands behind two products of one x
 operands. Next: passes.py.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from distmega.hostir.ir.nodes import Allocate, ForLoop, LibraryOp, Node, walk_nodes
-from distmega.hostir.ir.uses import named_buffers
+from distmega.hostir.ir.nodes import Allocate, LibraryOp, Node
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.passes.fused_kinds import op_exprs
+from distmega.hostir.passes.joining import join_ops
 from distmega.program import expr
 from distmega.program.kinds import kind_of
 from distmega.program.ops.parts import make_op
@@ -27,24 +26,7 @@ def mix_columns(
     body: Sequence[Node], buffers: Mapping[str, Tensor], outputs: Sequence[str]
 ) -> tuple[Node, ...]:
     """The body, loops included, with such products."""
-    uses = Counter(outputs)
-    for node in walk_nodes(body):
-        if not isinstance(node, Allocate):
-            uses.update(set(named_buffers(node)))
-    return _mixed(body, buffers, uses)
-
-
-def _mixed(
-    body: Sequence[Node], buffers: Mapping[str, Tensor], uses: Mapping[str, int]
-) -> tuple[Node, ...]:
-    out: list[Node] = []
-    for node in body:
-        if isinstance(node, ForLoop):
-            node = replace(node, body=_mixed(node.body, buffers, uses))
-        if isinstance(node, LibraryOp):
-            node = _mix(out, node, buffers, uses)
-        out.append(node)
-    return tuple(out)
+    return join_ops(body, buffers, outputs, _mix)
 
 
 def _mix(

@@ -6,14 +6,13 @@ reads, goes out: a FusedMatmul with a SumNorm, which writes the norm and what it
 itself is nowhere. A device that has the sum row by row so reads it once. Next: passes.py.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, cast
 
-from distmega.hostir.ir.nodes import Allocate, ForLoop, LibraryOp, Node, walk_nodes
-from distmega.hostir.ir.uses import named_buffers
+from distmega.hostir.ir.nodes import Allocate, LibraryOp, Node
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm
+from distmega.hostir.passes.joining import join_ops
 from distmega.program.types import Index, Op, Tensor
 
 
@@ -21,24 +20,7 @@ def norm_sums(
     body: Sequence[Node], buffers: Mapping[str, Tensor], outputs: Sequence[str]
 ) -> tuple[Node, ...]:
     """The body, loops included, with such products."""
-    uses = Counter(outputs)
-    for node in walk_nodes(body):
-        if not isinstance(node, Allocate):
-            uses.update(set(named_buffers(node)))
-    return _normed(body, buffers, uses)
-
-
-def _normed(
-    body: Sequence[Node], buffers: Mapping[str, Tensor], uses: Mapping[str, int]
-) -> tuple[Node, ...]:
-    out: list[Node] = []
-    for node in body:
-        if isinstance(node, ForLoop):
-            node = replace(node, body=_normed(node.body, buffers, uses))
-        if isinstance(node, LibraryOp):
-            node = _join(out, node, buffers, uses)
-        out.append(node)
-    return tuple(out)
+    return join_ops(body, buffers, outputs, _join)
 
 
 def _join(

@@ -347,30 +347,30 @@ class _Compiler:
                 tensors[out] = found.contiguous() if viewed else found
 
             return replace
+        return self.writing(function, names, outs)
+
+    def fused(self, node: FusedMatmul) -> Step:
+        call = compile_matmul(node, self.buffers[node.out], self.matmuls)
+        return self.writing(call, node.reads, node.writes)
+
+    def writing(
+        self,
+        call: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+        reads: Sequence[str],
+        outs: Sequence[str],
+    ) -> Step:
+        """Calls with the tensors of `reads`; the results become those of `outs`, or are copied into
+        memory that others hold too.
+        """
         shared = [out in self.shared for out in outs]
 
         def write(f: Frame) -> None:
-            results = function([f.tensors[name] for name in names])
+            results = call([f.tensors[name] for name in reads])
             for out, keep, result in zip(outs, shared, results, strict=True):
                 if keep:
                     f.tensors[out].copy_(result)
                 else:
                     f.tensors[out] = result.contiguous() if out in self.viewed else result
-
-        return write
-
-    def fused(self, node: FusedMatmul) -> Step:
-        call = compile_matmul(node, self.buffers[node.out], self.matmuls)
-        reads, writes = node.reads, node.writes
-        shared = [name in self.shared for name in writes]
-
-        def write(f: Frame) -> None:
-            results = call([f.tensors[name] for name in reads])
-            for name, keep, result in zip(writes, shared, results, strict=True):
-                if keep:
-                    f.tensors[name].copy_(result)
-                else:
-                    f.tensors[name] = result
 
         return write
 

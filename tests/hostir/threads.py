@@ -12,9 +12,10 @@ from distmega.hostir.comm.collectives import Collectives, CommHandle, copy_into,
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.run import evaluator
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
+from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import LocalProgram
-from tests.hostir.programs import SegmentRunner, shard_tensors
+from tests.hostir.programs import SegmentRunner, run_program, shard_tensors
 
 
 class Wires:
@@ -147,3 +148,17 @@ class HeldBytes:
             return run
 
         monkeypatch.setattr(evaluator._Compiler, "step", counted)
+
+
+def assert_bf16_values(program: Program, local: LocalProgram, host: HostProgram) -> None:
+    """The host program gives on all ranks what the program gives on one, as near as bf16 is."""
+    torch.manual_seed(0)
+    given = {
+        t.name: torch.randn(t.shape, dtype=torch.bfloat16) * t.shape[-1] ** -0.5
+        for t in program.tensors
+        if t.role != "temp"
+    }
+    expected = run_program(program, given)
+    found = join(run_mesh(host, local, given), local, program.outputs)
+    for name in program.outputs:
+        torch.testing.assert_close(found[name], expected[name], rtol=0.02, atol=0.02)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from bench.programs import gated_mlp
 from distmega.errors import ParseError, VerifyError
@@ -22,8 +21,7 @@ from distmega.sharding.layout.placements import Layout, shard
 from distmega.sharding.localize import LocalProgram, localize, pair_for_library
 from distmega.sharding.overlap.pairs import CHEAPEST, OverlapRequest
 from distmega.sharding.planner import plan_program
-from tests.hostir.programs import run_program
-from tests.hostir.threads import join, run_mesh
+from tests.hostir.threads import assert_bf16_values
 
 TP = DeviceMesh(tp=2)
 
@@ -66,16 +64,7 @@ def block(
 def assert_same(program: Program, local: LocalProgram, host: HostProgram) -> None:
     check_host(host)
     assert parse_host(print_host(host)) == host
-    torch.manual_seed(0)
-    given = {
-        t.name: torch.randn(t.shape, dtype=torch.bfloat16) * t.shape[-1] ** -0.5
-        for t in program.tensors
-        if t.role != "temp"
-    }
-    expected = run_program(program, given)
-    found = join(run_mesh(host, local, given), local, program.outputs)
-    for name in program.outputs:
-        torch.testing.assert_close(found[name], expected[name], rtol=0.02, atol=0.02)
+    assert_bf16_values(program, local, host)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])

@@ -1,0 +1,42 @@
+"""The walk of passes that let a node do what an op directly behind it does.
+
+Comes in: a body, and what says whether an op joins one of the nodes above it. Goes out: the body,
+loops included. norm_sums.py and mix_columns.py use it. Next: norm_sums.py.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from distmega.hostir.ir.nodes import Allocate, ForLoop, LibraryOp, Node, walk_nodes
+from distmega.hostir.ir.uses import named_buffers
+from distmega.program.types import Tensor
+
+Join = Callable[[list[Node], LibraryOp, Mapping[str, Tensor], Mapping[str, int]], Node]
+"""Called with the nodes above an op in its body, from which it may take some away, the op, the
+buffers, and how many nodes name each; gives what stands in place of the op.
+"""
+
+
+def join_ops(
+    body: Sequence[Node], buffers: Mapping[str, Tensor], outputs: Sequence[str], join: Join
+) -> tuple[Node, ...]:
+    """The body, loops included, each op joined where it can be. outputs: named once more each."""
+    uses = Counter(outputs)
+    for node in walk_nodes(body):
+        if not isinstance(node, Allocate):
+            uses.update(set(named_buffers(node)))
+    return _joined(body, buffers, uses, join)
+
+
+def _joined(
+    body: Sequence[Node], buffers: Mapping[str, Tensor], uses: Mapping[str, int], join: Join
+) -> tuple[Node, ...]:
+    out: list[Node] = []
+    for node in body:
+        if isinstance(node, ForLoop):
+            node = replace(node, body=_joined(node.body, buffers, uses, join))
+        if isinstance(node, LibraryOp):
+            node = join(out, node, buffers, uses)
+        out.append(node)
+    return tuple(out)
