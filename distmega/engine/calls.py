@@ -74,7 +74,7 @@ class Calls:
 def require_tokens(ids: object, vocab: int) -> list[int]:
     """Token ids as whole numbers, from 0 to vocab - 1; RequestError for anything else."""
     try:
-        found = [index(token) for token in ids]  # type: ignore[attr-defined]
+        found = [*map(index, ids)]  # type: ignore[call-overload]
     except TypeError as error:
         raise RequestError(
             f"tokens {ids!r:.80}",

@@ -460,13 +460,13 @@ class Engine:
         for slot, sampling in chosen.items():
             self._choose_by(sampling, slot)
         tensors = {**self._sample_inputs, **self._persistent}
-        own = [
-            {**{name: rows[slot : slot + 1] for name, rows in self._sample_inputs.items()},
-             **self._persistent, **caches}
-            for slot, caches in enumerate(self._slots)
-        ]  # fmt: skip
+
+        def slot_tensors(slot: int) -> dict[str, Tensor]:
+            sampled = {name: x[slot : slot + 1] for name, x in self._sample_inputs.items()}
+            return {**sampled, **self._persistent, **self._slots[slot]}
+
         with self._in_step():
-            found, scores = self._prefills.run(prompts, logits, tensors, own)
+            found, scores = self._prefills.run(prompts, logits, tensors, slot_tensors)
             if self.decode_plan.staged.stage.num_stages > 1 and self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
                 self.comm.check_signals()

@@ -59,14 +59,18 @@ def row_lengths(size: int, num_slots: int) -> tuple[int, ...]:
     return size, size, size, num_slots + 1, num_slots, num_slots
 
 
-def lay_rows(parts: Sequence[PromptPart], size: int, num_slots: int) -> Tensor:
+def lay_rows(
+    parts: Sequence[PromptPart], size: int, num_slots: int, *, pin_memory: bool = False
+) -> Tensor:
     """The rows of a pass of ascending slots: ROWS one behind the other, i64 on the CPU. Up to
     `size` the last sequence goes on with tokens 0, whose cache rows its next tokens overwrite. A
     slot without tokens has row 0 for its last.
     """
     num_tokens = sum(len(part.ids) for part in parts)
     assert size >= num_tokens, "a size holds its tokens"
-    rows = torch.zeros(sum(row_lengths(size, num_slots)), dtype=torch.int64, device="cpu")
+    rows = torch.zeros(
+        sum(row_lengths(size, num_slots)), dtype=torch.int64, device="cpu", pin_memory=pin_memory
+    )
     ends = list(accumulate(row_lengths(size, num_slots)))[:-1]
     # by NumPy, of which an assignment takes a tenth of the time that one of torch takes
     tokens, positions, sequences, starts, last, last_positions = np.split(rows.numpy(), ends)

@@ -79,19 +79,19 @@ class Prefills:
         prompts: Mapping[int, Sequence[int]],
         logits: Logits,
         tensors: Tensors,
-        slots: Sequence[Tensors],
+        slot_tensors: Callable[[int], Tensors],
     ) -> tuple[dict[int, tuple[int, float]], list[Tensor]]:
         """Starts a sequence in each slot of `prompts`: the token after each, with the value for
         which it was chosen (decoder.PEAKS), and the logits if asked for: of all tokens, [tokens of
         a pass, vocab] a pass, or of the last one of each prompt, [1, vocab] a slot.
 
-        tensors: weights, caches and, if tokens are sampled, how, a row a slot. slots: the same of
-        each slot alone.
+        tensors: weights, caches and, if tokens are sampled, how, a row a slot. slot_tensors: the
+        same of one slot alone.
         """
         if not self._packs:
             found, rows = dict[int, tuple[int, float]](), list[Tensor]()
             for slot, ids in sorted(prompts.items()):
-                outputs = self._run_parts(ids, logits, slots[slot])
+                outputs = self._run_parts(ids, logits, slot_tensors(slot))
                 found[slot] = int(outputs["next"][-1]), float(outputs[PEAKS][-1])
                 rows += [outputs["logits"].clone()] if logits != "none" else []
             return found, rows
@@ -100,14 +100,14 @@ class Prefills:
         of_slots: dict[int, Tensor] = {}
         for parts in pack_prompts(prompts, self._decode_plan.options.max_batched_tokens):
             outputs = self._run_pass(parts, logits, tensors)
-            tokens, peaks = outputs["next"].clone(), outputs[PEAKS].clone()
+            tokens, peaks = (_to_host(outputs[name]) for name in ("next", PEAKS))
             ended.append(([part.slot for part in parts if part.ends], tokens, peaks))
             if logits == "all":
                 scores.append(outputs["logits"][: sum(len(part.ids) for part in parts)].clone())
             if logits == "last":
                 last = outputs["logits"].clone()
                 of_slots |= {slot: last[slot : slot + 1] for slot in ended[-1][0]}
-        if self._captures:
+        if self._device.type == "cuda":
             self._wait()
         following: dict[int, tuple[int, float]] = {}
         for ending, tokens, peaks in ended:
@@ -134,7 +134,10 @@ class Prefills:
             self._decode_plan, num_tokens, min(capacity, options.max_batched_tokens)
         )
         program = self._program(size, logits)
-        program.rows.copy_(lay_rows(parts, size, options.batch))
+        on_gpu = self._device.type == "cuda"
+        # queued: the host goes on to the next pass, from memory that the GPU copies by itself
+        rows = lay_rows(parts, size, options.batch, pin_memory=on_gpu)
+        program.rows.copy_(rows, non_blocking=on_gpu)
         if program.used and program.graph is None and self._captures and logits == "none":
             program.graph = self._capture(program, tensors)
         program.used = True
@@ -212,3 +215,10 @@ class Prefills:
                 expected="every rank of the mesh to prefill it",
                 remedy="look for the rank that ended first, and start the job again",
             )
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """A copy on the host. Of a GPU's tensor it is there once the host has waited for what was
+    queued so far: asked for with each pass, it holds up none.
+    """
+    return x.to("cpu", non_blocking=True) if x.is_cuda else x.clone()
