@@ -585,22 +585,28 @@ class Engine:
         *,
         proven: bool = False,
         masked: bool = False,
+        is_long: bool | None = None,
     ) -> Evaluator:
-        """masked: see KernelOps."""
+        """masked, is_long: see KernelOps."""
         if not proven:
             self._prove(host)
         ops = None
         if self.device.type == "cuda":
             rules, groups = self.decode_plan.staged.rules, self._expert_tiles
-            ops = KernelOps(masked=masked, rules=rules, groups=groups, device=self.device)
+            ops = KernelOps(
+                masked=masked, rules=rules, groups=groups, device=self.device, is_long=is_long
+            )
         matmuls = PeerMatmuls(self.comm) if isinstance(self.comm, NcclCommunicator) else None
         return Evaluator(host, self.comm, kernels, str(self.device), ops=ops, matmuls=matmuls)
 
-    def _open_prompts(self, host: HostProgram, proven: bool) -> tuple[Evaluator, dict[str, Tensor]]:
+    def _open_prompts(
+        self, host: HostProgram, proven: bool, is_long: bool
+    ) -> tuple[Evaluator, dict[str, Tensor]]:
         """A program of prompts, and the joined weights that it multiplies by. proven: it is one
-        that was proven, with other extents, which change no order.
+        that was proven, with other extents, which change no order. is_long: see KernelOps.
         """
-        return self._evaluator(host, {}, proven=proven), self._joined_weights(host)
+        evaluator = self._evaluator(host, {}, proven=proven, is_long=is_long)
+        return evaluator, self._joined_weights(host)
 
     def _joined_weights(self, host: HostProgram) -> dict[str, Tensor]:
         """Weights of a program that cover several of the arena's (join_products.py)."""

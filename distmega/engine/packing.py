@@ -54,6 +54,14 @@ def pack_prompts(prompts: Mapping[int, Sequence[int]], budget: int) -> list[list
     return passes
 
 
+def keys_a_row(parts: Sequence[PromptPart]) -> float:
+    """Positions that a pass's tokens see on average, up to the end of their part: of whole prompts
+    of one length, that length.
+    """
+    num_tokens = sum(len(part.ids) for part in parts)
+    return sum(len(part.ids) * part.stop for part in parts) / num_tokens
+
+
 def row_lengths(size: int, num_slots: int) -> tuple[int, ...]:
     """Elements of each of ROWS."""
     return size, size, size, num_slots + 1, num_slots, num_slots

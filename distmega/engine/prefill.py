@@ -21,7 +21,14 @@ from distmega.engine.decode_plan import (
     num_micro_batches,
     prefill_size,
 )
-from distmega.engine.packing import ROWS, PromptPart, lay_rows, pack_prompts, row_lengths
+from distmega.engine.packing import (
+    ROWS,
+    PromptPart,
+    keys_a_row,
+    lay_rows,
+    pack_prompts,
+    row_lengths,
+)
 from distmega.errors import RankFailure, UnsupportedError
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
@@ -36,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 LEAST_RANGE = 511
 """Ranks plan prompts of up to one more rows alike, those of each octave above apart."""
+LONG_KEYS = 3072
+"""Keys a row from which attention is by the kernel for long sequences, where there is one: of 2048
+it takes as long as the other, of 4096 less (docs/notes/prefill.md)."""
 MARGIN_S = 5.0
 """What a graph may take beside its waits for other ranks."""
 
@@ -61,7 +71,7 @@ class Prefills:
     def __init__(
         self,
         decode_plan: DecodePlan,
-        open_program: Callable[[HostProgram, bool], tuple[Evaluator, dict[str, Tensor]]],
+        open_program: Callable[[HostProgram, bool, bool], tuple[Evaluator, dict[str, Tensor]]],
         comm: Communicator,
         device: torch.device,
     ) -> None:
@@ -70,7 +80,8 @@ class Prefills:
         self._packs = num_micro_batches(decode_plan) == 1
         alone = decode_plan.staged.stage.num_stages == 1 and self._packs
         self._captures = device.type == "cuda" and alone
-        self._programs: dict[tuple[int, Logits], _Program] = {}
+        self._programs: dict[tuple[int, Logits, bool], _Program] = {}
+        """By rows, logits, and whether sequences are long."""
         self._planned: dict[tuple[int, Logits], HostProgram] = {}
         self._memory: GraphMemory | None = None
 
@@ -133,8 +144,9 @@ class Prefills:
         size = prefill_size(
             self._decode_plan, num_tokens, min(capacity, options.max_batched_tokens)
         )
-        program = self._program(size, logits)
         on_gpu = self._device.type == "cuda"
+        is_long = on_gpu and keys_a_row(parts) >= LONG_KEYS
+        program = self._program(size, logits, is_long=is_long)
         # queued: the host goes on to the next pass, from memory that the GPU copies by itself
         rows = lay_rows(parts, size, options.batch, pin_memory=on_gpu)
         program.rows.copy_(rows, non_blocking=on_gpu)
@@ -145,16 +157,17 @@ class Prefills:
             return program.graph.run({})
         return program.evaluator.run({**tensors, **program.given})
 
-    def _program(self, size: int, logits: Logits) -> _Program:
-        found = self._programs.get((size, logits))
+    def _program(self, size: int, logits: Logits, *, is_long: bool = False) -> _Program:
+        key = size, logits, is_long
+        found = self._programs.get(key)
         if found is None:
-            evaluator, joined = self._open(*self._host_program(size, logits))
+            evaluator, joined = self._open(*self._host_program(size, logits), is_long)
             batch = self._decode_plan.options.batch
             lengths = list(row_lengths(size, batch))
             rows = torch.zeros(sum(lengths), dtype=torch.int64, device=self._device)
             parts = rows.split(lengths)  # type: ignore[no-untyped-call]
             given = joined | dict(zip(ROWS, parts, strict=True)) | self._known(evaluator.host)
-            found = self._programs[size, logits] = _Program(evaluator, rows, given)
+            found = self._programs[key] = _Program(evaluator, rows, given)
         return found
 
     def _known(self, host: HostProgram) -> dict[str, Tensor]:

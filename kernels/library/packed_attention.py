@@ -148,13 +148,17 @@ def attend_packed(
     starts: Tensor,
     scale: float,
     window: int = 0,
+    is_long: bool | None = None,
 ) -> Tensor:
     """As library.packed_attention. starts, i64 [s + 1]: rows starts[i] to starts[i + 1] are those
-    of sequence i, their positions follow each other.
+    of sequence i, their positions follow each other. is_long: whether the sequences that have rows
+    see LONG keys and more; unless it is said, by the rows that all have on average.
     """
     if not _takes(q, k_cache, v_cache):
         return library.packed_attention(q, k_cache, v_cache, positions, sequences, scale, window)
-    if takes_groups(q, scale) and q.shape[0] >= LONG * (starts.shape[0] - 1):
+    if is_long is None:
+        is_long = q.shape[0] >= LONG * (starts.shape[0] - 1)
+    if is_long and takes_groups(q, scale):
         return attend_by_groups(q, k_cache, v_cache, positions, starts, scale, window)
     return attend_by_tiles(q, k_cache, v_cache, positions, starts, scale, window)
 

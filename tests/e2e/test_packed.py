@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmega.engine.engine import Engine
-from distmega.engine.packing import ROWS, lay_rows, pack_prompts, row_lengths
+from distmega.engine.packing import ROWS, keys_a_row, lay_rows, pack_prompts, row_lengths
 from distmega.engine.requests import EngineOptions
 from distmega.errors import RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
@@ -47,6 +47,15 @@ def run_packed(request: MeasurePacked, num_ranks: int) -> Packed:
     assert isinstance(last, Result)
     assert isinstance(last.value, Packed)
     return last.value
+
+
+def test_long_passes_are_those_whose_rows_see_many_keys():
+    """Two long prompts beside a bit of a third; the end of a long one; many short ones."""
+    few, *_, last = pack_prompts({slot: range(4032) for slot in (0, 5, 9)}, 8192)
+    assert 3900 < keys_a_row(few) < 4032
+    assert keys_a_row(last) == 4032
+    (short,) = pack_prompts({slot: range(448) for slot in range(16)}, 8192)
+    assert keys_a_row(short) == 448
 
 
 @given(

@@ -1,9 +1,11 @@
 """Attention of packed prompts: results under Triton's interpreter, machine code for sm_90a."""
 
 import pytest
+import torch
 import triton
 
-from distmega.kernels.library.packed_attention import TILES, attend_rows
+from distmega.kernels.library import packed_attention
+from distmega.kernels.library.packed_attention import LONG, TILES, attend_packed, attend_rows
 from tests.forked import run_module
 from tests.kernels.sm90 import SHARED_BYTES, compile_kernel
 
@@ -32,3 +34,18 @@ def test_keys_come_by_tma_and_nothing_spills(dim: int, windowed: bool) -> None:
     assert code.shared_bytes <= SHARED_BYTES
     assert "wgmma.mma_async" in code.ptx
     assert "cp.async.bulk.tensor" in code.ptx
+
+
+def test_long_sequences_go_to_two_warp_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As is said; else by rows a sequence on average."""
+    monkeypatch.setattr(packed_attention, "_takes", lambda *given: True)
+    monkeypatch.setattr(packed_attention, "takes_groups", lambda q, scale: True)
+    for name in ("attend_by_groups", "attend_by_tiles"):
+        monkeypatch.setattr(packed_attention, name, lambda *given, name=name: name)
+    q, cache = torch.zeros(LONG * 2, 1, 1, 8), torch.zeros(16, 1, 4, 8)
+    rows, starts = torch.zeros(LONG * 2, dtype=torch.int64), torch.zeros(17, dtype=torch.int64)
+    given = q, cache, cache, rows, rows
+    ways = [attend_packed(*given, starts, 1.0, 0, is_long) for is_long in (None, False, True)]
+    assert ways == ["attend_by_tiles", "attend_by_tiles", "attend_by_groups"]
+    assert attend_packed(*given, starts[:3], 1.0) == "attend_by_groups"
+    assert attend_packed(*given, starts[:4], 1.0) == "attend_by_tiles"
