@@ -98,7 +98,7 @@ class LibrarySteps:
         raise RequestError(
             f"a trace of {num_steps} steps by library ops",
             expected="a decode kernel",
-            remedy=f"trace with {argument('batch')} 1",
+            remedy=f"trace a model and {argument('batch')} that a decode kernel takes",
         )
 
     def raise_hang(self) -> None:

@@ -5,9 +5,11 @@ Torch-free. Next on the walk: one_row/kernel.py.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-from distmega.kernels.hopper.diagnosis import describe
+from distmega.kernels.hopper.batch_plan.types import BatchQueues
+from distmega.kernels.hopper.diagnosis import describe, describe_batch
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import Instruction, RowAttention
 from distmega.trace_file import Span
@@ -30,6 +32,30 @@ def timeline_spans(queues: RowQueues, stamps: Stamps, rank: int) -> Iterator[Spa
                 if all(times):
                     for part, (begin, end) in zip(_parts(one), pairwise(times), strict=True):
                         yield _span(rank, sm, part, begin, end, {})
+
+
+def batch_spans(queues: BatchQueues, stamps: Stamps, rank: int) -> Iterator[Span]:
+    """As timeline_spans of the kernel of several rows; what loaders do has tracks of its own.
+
+    stamps: [steps][sms][instructions][BATCH_STAMPS].
+    """
+    for sm, queue in enumerate(queues.queues):
+        behind = 0
+        for step, of_step in enumerate(stamps):
+            for number, (one, times) in enumerate(zip(queue, of_step[sm], strict=True)):
+                begin, ready, chosen, end, loaded = times
+                if not begin:
+                    continue  # a sample from the logits of all ranks takes none
+                args = {"step": step, "task": describe_batch(queues, number, sm)}
+                yield _span(rank, sm, one.name, begin, end, args)
+                yield _span(rank, sm, "wait for all SMs", begin, ready, {})
+                if chosen:
+                    yield _span(rank, sm, "choose experts", ready, chosen, {})
+                yield _span(rank, sm, "work", chosen or ready, end, {})
+                if behind:
+                    loads = _span(rank, sm, one.name, behind, loaded, {})
+                    yield replace(loads, track=f"SM {sm} loads")
+                behind = loaded
 
 
 def _span(

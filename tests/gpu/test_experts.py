@@ -236,6 +236,20 @@ def test_many_steps_of_a_batch_repeat_bit_by_bit():
     assert torch.equal(*runs)
 
 
+def test_a_trace_of_sequences_has_what_each_sm_does():
+    engine = open_engine(random_model("qwen3-30b-a3b", num_layers=2, vocab=32000), 4)
+    spans = engine.trace(2, 100)
+    assert isinstance(engine.stepping, runner.BatchRunner)
+    queues = engine.stepping.queues.queues
+    tasks = [span for span in spans if span.args]
+    assert len(tasks) == 2 * sum(map(len, queues))
+    assert len([span for span in spans if span.name == "choose experts"]) == 2 * 2 * len(queues)
+    assert all(0 < span.duration_us < 1e4 for span in tasks)
+    loads = [span for span in spans if span.track == "SM 5 loads"]
+    assert len(loads) == 2 * len(queues[5]) - 1
+    assert all(span.duration_us >= 0 for span in loads)
+
+
 def test_no_tile_is_overwritten_while_it_is_read(monkeypatch):
     """A step from one state, over and over, with as many loads under way as the ring has slots:
     before reads were fenced from the copy engine's writes, 1 launch in 50 differed.

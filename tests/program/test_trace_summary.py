@@ -27,3 +27,15 @@ def test_an_op_adds_the_time_since_the_one_before_it():
     found = {line.split()[0]: line.split()[1:] for line in lines[1:-1]}
     assert found == {"o": ["4.00", "2.00", "2.00", "|", "2.75", "1.00", "1.00"]}
     assert lines[-1].startswith("a step: 10.0 us")
+
+
+def test_ops_of_equal_layers_share_a_row_and_loads_are_no_part():
+    spans = []
+    for layer in range(3):
+        spans += task(0, f"layers.{layer}.q", 10.0 * layer, 1.0, 2.0, 1.0)[:3]
+        spans.append(Span(process="rank 0", track="SM 0 loads", name="q", start_us=0.0,
+                          duration_us=99.0))  # fmt: skip
+    lines = summarise(spans).splitlines()
+    assert [line.split() for line in lines[1:-1]] == [
+        ["layers.*.q", "20.00", "7.00", "3.00", "|", "1.00", "0.00", "2.00"]
+    ]

@@ -1,11 +1,13 @@
 """Where the time of decode steps went: the spans of a decode kernel's timeline as a table.
 
-In: the spans of kernels/hopper/timeline.py, tasks named "op layer" and followed by their parts.
-Out: text. An op of a layer ends with its last task, and what it adds to the step is the time since
-the last task of the op before it: `arrive` until the last of its tasks has its inputs, `work` from
-then on. The other columns are medians over tasks, which overlap with other ops.
+In: the spans of kernels/hopper/timeline.py: tasks named by their ops, "layers.3.q", and followed by
+their parts. Out: text. Ops whose names differ by a number between dots are those of equal layers.
+An op of a layer ends with its last task, and what it adds to the step is the time since the last
+task of the op before it: `arrive` until the last of its tasks has its inputs, `work` from then on.
+The other columns are medians over tasks, which overlap with other ops.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +36,8 @@ class _Op:
         self.last_end = max(self.last_end, end)
         if parts:
             self.last_ready = max(self.last_ready, parts[1].start_us)
-            self.parts.append(tuple(part.duration_us for part in parts))
+            wait, *others = (part.duration_us for part in parts)
+            self.parts.append((wait, sum(others[:-1]), others[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,10 @@ def summarise(spans: Iterable[Span]) -> str:
         for (_, before), (name, op) in pairwise(order):
             ready = max(op.last_ready, before.last_end)
             added = _Added(ready - before.last_end, op.last_end - ready, op)
-            rows[name.split()[0]].append(added)
-    text = ["us: op          a step  arrive    work | a task: wait   first    rest"]
-    text += [_row(name, found, len(steps)) for name, found in rows.items()]
+            rows[re.sub(r"\.\d+\.", ".*.", name.split()[0])].append(added)
+    width = max(map(len, rows))
+    text = [f"us: {'op':{width}}  a step  arrive    work | a task: wait   first    rest"]
+    text += [_row(f"{name:{width}}", found, len(steps)) for name, found in rows.items()]
     text.append(f"a step: {median(totals):.1f} us (stamps included), {len(totals)} steps")
     return "\n".join(text)
 
@@ -73,15 +77,16 @@ def _row(name: str, found: Sequence[_Added], num_steps: int) -> str:
     tasks = [parts for added in found for parts in added.op.parts]
     each = [median(parts[i] for parts in tasks) for i in range(3)] if tasks else [0.0] * 3
     columns = [f"{value:8.2f}" for value in (a_step, arrive, work, *each)]
-    return f"    {name:10}{''.join(columns[:3])} |    {''.join(columns[3:])}"
+    return f"    {name}{''.join(columns[:3])} |    {''.join(columns[3:])}"
 
 
 def _tasks(spans: Iterable[Span]) -> Iterator[tuple[Span, list[Span]]]:
-    """Each task with its parts, which follow it."""
+    """Each task with its parts, which follow it on its track."""
     task, parts = None, list[Span]()
     for span in spans:
         if "step" not in span.args:
-            parts.append(span)
+            if task and span.track == task.track:
+                parts.append(span)
             continue
         if task:
             yield task, parts

@@ -17,12 +17,14 @@ from triton.runtime.jit import constexpr_function
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.batch_plan.fields import (
     BATCH,
+    BATCH_STAMPS,
     BLOCK,
     EVENT_WORDS,
     EVENTS_AT,
     HALF_CHUNK,
     X_BLOCKS,
 )
+from distmega.kernels.hopper.ptx.device import clock
 from distmega.kernels.hopper.ptx.shapes import NUM_WARPS, PER_THREAD, SLICE_K, THREADS, X_DOT
 from distmega.kernels.hopper.ptx.spins import accuse, look, look_registers
 
@@ -85,6 +87,16 @@ def signal_event(events, event):
     """Counts the event up after all stores of this partition."""
     cta_barrier()
     gl.atomic_add(events + 2 * EVENTS_AT + event * EVENT_WORDS, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def stamp(trace, step, num_instructions, i, WHICH: gl.constexpr):
+    """The time, as stamp WHICH of instruction i of this SM, where stamps are taken. trace: as of
+    decode_batch.
+    """
+    if trace is not None:
+        row = (step * gl.num_programs(0) + gl.program_id(0)) * num_instructions + i
+        gl.store(trace + row * BATCH_STAMPS + WHICH, clock())
 
 
 @gluon.jit

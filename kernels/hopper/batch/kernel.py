@@ -28,7 +28,7 @@ from distmega.kernels.hopper.batch.bodies.norms import norm_task
 from distmega.kernels.hopper.batch.bodies.pointwise import pointwise_task
 from distmega.kernels.hopper.batch.bodies.products import product_task
 from distmega.kernels.hopper.batch.bodies.sample import sample_tokens
-from distmega.kernels.hopper.batch.device import signal_event, wait_event
+from distmega.kernels.hopper.batch.device import signal_event, stamp, wait_event
 from distmega.kernels.hopper.batch.loader import loader
 from distmega.kernels.hopper.batch.route import Choice, padded, route_task
 from distmega.kernels.hopper.batch.team import as_floats, hear_ranks, push_logits, symmetric_of
@@ -49,6 +49,10 @@ from distmega.kernels.hopper.batch_plan.fields import (
     OP_SAMPLE,
     OPCODE,
     PARTIAL_EXTRA,
+    STAMP_BEGIN,
+    STAMP_CHOSEN,
+    STAMP_END,
+    STAMP_READY,
     STATE_EPOCH,
     STATE_POSITIONS,
 )
@@ -135,8 +139,8 @@ def is_head(words, EPILOGUES: gl.constexpr):
 @gluon.jit
 def compute(
     queue, num_instructions, num_steps, state, batch, num_sms, max_context, memory, eps, scale,
-    sample_words, peers, red, qs, ml, scratch, ring, step_bar, experts_at, opened_bar, chosen_bar,
-    spec: gl.constexpr,
+    sample_words, peers, trace, red, qs, ml, scratch, ring, step_bar, experts_at, opened_bar,
+    chosen_bar, spec: gl.constexpr,
 ):
     """Partition of eight warps. With several ranks what instruction i of step s exchanges is
     flagged s * num_instructions + i + 1.
@@ -167,6 +171,7 @@ def compute(
         start = 0
         for i in range(num_instructions - 1 if GATHERS else num_instructions):
             following = gl.where(i + 1 == num_instructions, 0, i + 1)
+            stamp(trace, step, num_instructions, i, STAMP_BEGIN)
             if EXPERTS is None:
                 ahead = fetch(queue, following)
             else:
@@ -178,6 +183,7 @@ def compute(
             if RANKS > 1:
                 flag = (epoch0 + step) * num_instructions + i + 1
             wait_event(memory.events, before, epoch * num_sms, flag, RANKS)
+            stamp(trace, step, num_instructions, i, STAMP_READY)
             if spec.attends and words[OPCODE] == OP_ATTENTION:
                 if words[ATT_WINDOW] != window:
                     window = words[ATT_WINDOW]
@@ -239,6 +245,7 @@ def compute(
                             words, memory.numbers, state, batch, step, sm, experts_at, opened_bar,
                             chosen_bar, EXPERTS,
                         )
+                        stamp(trace, step, num_instructions, i, STAMP_CHOSEN)
                 it = linear_task(
                     words, queue, i, memory, peers, sm, num_sms, eps, red, ring, it, flag,
                     experts_at, EXPERTS, EPILOGUES, CHOICE, RANKS, spec.stages, spec.whole_slices,
@@ -252,6 +259,7 @@ def compute(
                     ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             if RANKS > 1 and CHOICE > GREEDY and CHOICE < NO_CHOICE:
                 ahead = fetch(queue, following)  # here: no registers to keep it in before
+            stamp(trace, step, num_instructions, i, STAMP_END)
             signal_event(memory.events, i)
             words = ahead
         if GATHERS:
@@ -286,7 +294,7 @@ def compute(
 )
 def decode_batch(
     weights0, weights1, weights2, cache_tiles, queues, num_instructions, num_steps, state, batch,
-    num_sms, max_context, memory, eps, scale, sample_words, peers, spec: gl.constexpr,
+    num_sms, max_context, memory, eps, scale, sample_words, peers, trace, spec: gl.constexpr,
 ):
     """num_steps decode steps of `batch` sequences; one program an SM, all resident.
 
@@ -297,7 +305,9 @@ def decode_batch(
     the kernel at its end. max_context: cached positions of a sequence and head. memory: see
     BatchMemory. eps: of norms; scale: of attention, times log2(e). sample_words: the first 64-bit
     word of events where lists of samples lie. peers: a tuple of the events of all ranks, as int64,
-    in memory that all can write; None for one rank. spec: BatchSpec.
+    in memory that all can write; None for one rank. trace: int64 [num_steps, num_sms,
+    num_instructions, BATCH_STAMPS], nanoseconds, written by the kernel; None if none are taken.
+    spec: BatchSpec.
     """
     EXPERTS: gl.constexpr = spec.experts
     sm = gl.program_id(0)
@@ -328,7 +338,7 @@ def decode_batch(
                 compute,
                 (
                     queue, num_instructions, num_steps, state, batch, num_sms, max_context, memory,
-                    eps, scale, sample_words, peers, red, qs, ml, scratch, ring, step_bar,
+                    eps, scale, sample_words, peers, trace, red, qs, ml, scratch, ring, step_bar,
                     experts_at, opened_bar, chosen_bar, spec,
                 ),
             ),
@@ -336,8 +346,8 @@ def decode_batch(
                 loader,
                 (
                     (weights0, weights1, weights2), cache_tiles, queue, num_instructions, num_steps,
-                    state, batch, num_sms, max_context, ring, step_bar, experts_at, opened_bar,
-                    chosen_bar, spec,
+                    state, batch, num_sms, max_context, trace, ring, step_bar, experts_at,
+                    opened_bar, chosen_bar, spec,
                 ),
             ),
         ], [1], [40],

@@ -20,6 +20,7 @@ from distmega.kernels.hopper.batch.bodies.experts import (
     tiles_of,
     units_a_hit,
 )
+from distmega.kernels.hopper.batch.device import stamp
 from distmega.kernels.hopper.batch.route import expert_of_hit, number_of_choice
 from distmega.kernels.hopper.batch_plan.fields import (
     ATT_K_ROW,
@@ -40,6 +41,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     PACKED,
     PAIRED,
     PROD_FIRST,
+    STAMP_LOADED,
 )
 from distmega.kernels.hopper.one_row.loader import load_block, load_tile, next_slot
 from distmega.kernels.hopper.plan.types import MAX_MATRICES
@@ -182,13 +184,13 @@ def load_share(
 
 @gluon.jit
 def loader(
-    weights, cache, queue, num_instructions, num_steps, state, batch, num_sms, max_context, ring,
-    step_bar, chosen, opened_bar, chosen_bar, spec: gl.constexpr,
+    weights, cache, queue, num_instructions, num_steps, state, batch, num_sms, max_context, trace,
+    ring, step_bar, chosen, opened_bar, chosen_bar, spec: gl.constexpr,
 ):
     """Partition of one warp, which alone fills the ring. weights: a tuple of descriptors, cache:
-    one, as of decode_batch; queue: int32 [num_instructions, 16], of this SM. step_bar: the mbarrier
-    at which the compute warps arrive when the positions of a step are known. chosen, opened_bar,
-    chosen_bar: see route_task.
+    one, trace, as of decode_batch; queue: int32 [num_instructions, 16], of this SM. step_bar: the
+    mbarrier at which the compute warps arrive when the positions of a step are known. chosen,
+    opened_bar, chosen_bar: see route_task.
     """
     EXPERTS: gl.constexpr = spec.experts
     sm = gl.program_id(0)
@@ -213,4 +215,5 @@ def loader(
                 it = load_steps(words, weights, ring, it, spec.stages, spec.ahead)
             elif spec.rows == BATCH and EXPERTS is None and words[OPCODE] < MAX_EPILOGUES:
                 it = load_rows(words, weights, ring, it, spec.stages, spec.ahead)
+            stamp(trace, step, num_instructions, i, STAMP_LOADED)
             words = ahead

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distmega.errors import RequestError, argument
 from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch import kernel
 from distmega.kernels.hopper.batch.arguments import BatchMemory, BatchSpec
@@ -20,6 +19,7 @@ from distmega.kernels.hopper.batch_plan.proof import CHUNK
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
+    BATCH_STAMPS,
     EVENT_WORDS,
     EVENTS_AT,
     PARTIAL_EXTRA,
@@ -47,6 +47,7 @@ from distmega.kernels.hopper.one_row.runner import (
 )
 from distmega.kernels.hopper.plan.types import MAX_QUERIES, NO_ATTENTION
 from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE, SLICE_K, WORDS
+from distmega.kernels.hopper.timeline import batch_spans
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
 from distmega.kernels.runtime.relaunch import Launcher
@@ -128,6 +129,7 @@ class BatchRunner:
         self._tokens = zeros(MAX_STEPS, num_rows, dtype=torch.int32)
         self._num_sequences = queues.batch
         self._decode = self._launcher()
+        self._tracing: Launcher | None = None
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
@@ -194,12 +196,14 @@ class BatchRunner:
         return self._tokens[:num_steps, : self._num_sequences]
 
     def trace(self, num_steps: int) -> list[Span]:
-        """RequestError: this kernel takes no stamps."""
-        raise RequestError(
-            "a trace of several sequences",
-            expected="a batch of one",
-            remedy=f"trace with {argument('batch')} 1",
-        )
+        """As RowRunner's."""
+        require_steps(num_steps)
+        shape = num_steps, *self._words.shape[:2], BATCH_STAMPS
+        stamps = torch.zeros(shape, dtype=torch.int64, device=self._words.device)
+        self._run(num_steps, stamps)
+        found = stamps.tolist()
+        self.raise_hang()
+        return list(batch_spans(self.queues, found, self._team.team_rank if self._team else 0))
 
     @property
     def num_hits(self) -> int:
@@ -231,13 +235,18 @@ class BatchRunner:
 
     def prepare(self) -> None:
         """See SteppingRunner."""
-        self._decode.prepare(*self._arguments(1))
+        self._decode.prepare(*self._arguments(1, None))
 
-    def _run(self, num_steps: int) -> None:
+    def _run(self, num_steps: int, stamps: Tensor | None = None) -> None:
         self.raise_hang()
-        self._decode(*self._arguments(num_steps))
+        if stamps is None:
+            self._decode(*self._arguments(num_steps, None))
+            return
+        if self._tracing is None:
+            self._tracing = self._launcher()  # another kernel, for it is given stamps
+        self._tracing(*self._arguments(num_steps, stamps))
 
-    def _arguments(self, num_steps: int) -> tuple[object, ...]:
+    def _arguments(self, num_steps: int, stamps: Tensor | None) -> tuple[object, ...]:
         """Of a launch, but for constants."""
         queues = self.queues
         return (
@@ -270,6 +279,7 @@ class BatchRunner:
             self._shape.scale * LOG2_E,
             queues.first_list,
             self._peers,
+            stamps,
         )
 
     def _launcher(self) -> Launcher:

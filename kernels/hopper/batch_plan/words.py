@@ -50,6 +50,11 @@ STATE_EPOCH = 0
 """Word of the device state: steps run so far."""
 STATE_HITS = 16
 """Word that SM 0 adds the number of experts to that rows choose, in each choice."""
+BATCH_STAMPS = 5
+STAMP_BEGIN, STAMP_READY, STAMP_CHOSEN, STAMP_END, STAMP_LOADED = range(BATCH_STAMPS)
+"""Stamps of a traced instruction: start, all SMs done with the one before, experts chosen where it
+chooses some, end; and when the loader has asked for its last tile.
+"""
 STATE_POSITIONS = 32
 """Words from here on: position of each sequence's next token."""
 STATE_TOKENS = STATE_POSITIONS + BATCH

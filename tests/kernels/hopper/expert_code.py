@@ -24,10 +24,15 @@ from tests.kernels.sm90 import Machine
 
 @cache
 def expert_code(
-    width: int, num_ranks: int, weighing: str, batch: int = 1, way: Experts = "tensor"
+    width: int,
+    num_ranks: int,
+    weighing: str,
+    batch: int = 1,
+    way: Experts = "tensor",
+    traced: bool = False,
 ) -> Machine:
-    """Of experts of this width, of which ranks have parts or whole ones; what they compile to does
-    not depend on the number of layers.
+    """Of experts of this width, of which ranks have parts or whole ones; traced: of the kernel that
+    takes stamps. What they compile to does not depend on the number of layers.
     """
     config = replace(
         PRESETS["qwen3-30b-a3b"],
@@ -45,13 +50,17 @@ def expert_code(
     assert queues.experts is not None
     assert queues.experts.weighing == weighing
     with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
-        runner(
+        made = runner(
             segment,
             queues,
             weights=lowered.weights,
             weights_arena=torch.empty(lowered.weights.num_bytes, dtype=torch.uint8),
             state_arena=torch.empty(lowered.states.num_bytes, dtype=torch.uint8),
             team=LoneTeam(num_ranks) if num_ranks > 1 else None,
-        ).decode(1)
+        )
+        if traced:
+            made.trace(1)
+        else:
+            made.decode(1)
     (code,) = launched
     return code

@@ -2,9 +2,11 @@
 
 import re
 
+from distmega.kernels.hopper.batch_plan.words import BATCH_STAMPS
 from distmega.kernels.hopper.plan.words import STAMPS, RowAttention, RowCombine
-from distmega.kernels.hopper.timeline import timeline_spans
+from distmega.kernels.hopper.timeline import batch_spans, timeline_spans
 from distmega.models.presets import PRESETS
+from tests.kernels.hopper.batch_plan.test_batch_queues import queues_of as batch_queues_of
 from tests.kernels.hopper.row_plan.test_hopper_queues import queues_of
 
 QUEUES = queues_of(PRESETS["smollm2-135m"], num_sms=6)
@@ -71,3 +73,37 @@ def test_parts_follow_their_task_and_fill_it_where_there_are_stamps():
         and not (isinstance(one, RowAttention) and one.split % 3 == 0)
     ]
     assert full == len(stamped)
+
+
+def test_spans_of_several_rows_have_loads_on_tracks_of_their_own():
+    queues = batch_queues_of(PRESETS["smollm2-135m"], batch=4, num_sms=6)
+    num = len(queues.queues[0])
+    stamps = []
+    for step in range(2):
+        begins = [START + step * 10**9 + i * 10_000 for i in range(num)]
+        chosen = [at + 2000 if i == 1 else 0 for i, at in enumerate(begins)]
+        rows = [
+            [at, at + 1000, at_chosen, at + 4000, at + 3000]
+            for at, at_chosen in zip(begins, chosen, strict=True)
+        ]
+        stamps.append([rows] * 6)
+    spans = list(batch_spans(queues, stamps, 1))
+    tasks = [span for span in spans if span.args]
+    assert len(tasks) == 2 * 6 * num
+    assert {span.duration_us for span in tasks} == {4.0}
+    loads = [span for span in spans if span.track == "SM 2 loads"]
+    assert len(loads) == 2 * num - 1  # of the first it is not known when they began
+    assert loads[0].name == queues.queues[2][1].name
+    assert (loads[0].start_us, loads[0].duration_us) == (START / 1e3 + 3.0, 10.0)
+    parts = [span for span in spans if span.track == "SM 0" and not span.args]
+    named = [(part.name, part.duration_us) for part in parts[:5]]
+    wait = ("wait for all SMs", 1.0)
+    assert named == [wait, ("work", 3.0), wait, ("choose experts", 1.0), ("work", 2.0)]
+
+
+def test_an_instruction_without_stamps_has_no_span():
+    queues = batch_queues_of(PRESETS["smollm2-135m"], batch=4, num_sms=6)
+    num = len(queues.queues[0])
+    stamps = [[[[START, START, 0, START + 500, START]] * (num - 1) + [[0] * BATCH_STAMPS]] * 6]
+    spans = [span for span in batch_spans(queues, stamps, 0) if span.args]
+    assert len(spans) == 6 * (num - 1)
