@@ -110,10 +110,11 @@ class SequentialMatmuls:
         return run
 
 
-def product(x: Tensor, w: Tensor) -> Tensor:
-    """x W', in the type in which library linears multiply."""
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W' + bias, in the type in which library linears multiply."""
     dtype = operand_dtype(x)
-    return F.linear(x.to(dtype), w.to(dtype)).to(x.dtype)
+    shift = None if bias is None else bias.to(dtype)
+    return F.linear(x.to(dtype), w.to(dtype), shift).to(x.dtype)
 
 
 def mix_columns(product: Tensor, formula: expr.Expr | None) -> Tensor:
@@ -148,6 +149,31 @@ def compile_mixed(op: Op, multiply: MixedProduct) -> OpFunction:
         rows, num_sums = x.shape[:num_rows], math.prod(x.shape[num_rows:])
         w, other = (each.reshape(-1, num_sums) for each in (upper, lower))
         found = multiply(x.reshape(-1, num_sums), w, None if is_one else other, formula)
+        return (found.view(*rows, -1),)
+
+    return run
+
+
+ShapedProduct = Callable[[Tensor, Tensor, Tensor | None, expr.Expr], Tensor]
+"""Of x [rows, sums], w [columns, sums], a bias [columns] or None, and a formula: as shaped_product.
+"""
+
+
+def shaped_product(x: Tensor, w: Tensor, bias: Tensor | None, formula: expr.Expr) -> Tensor:
+    """A formula of each element of x W' + bias."""
+    (found,) = evaluate_all([formula], [product(x, w, bias)], None)
+    return found
+
+
+def compile_shaped(op: Op, multiply: ShapedProduct) -> OpFunction:
+    """An op of kind fused_product; `multiply` does the work."""
+    formula, num_rows = expr.parse(str(op.attr("expr"))), len(op.writes[0].dims) - 1
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        x, w, *bias = operands
+        rows, num_sums = x.shape[:num_rows], math.prod(x.shape[num_rows:])
+        flat = x.reshape(-1, num_sums), w.reshape(-1, num_sums)
+        found = multiply(*flat, bias[0] if bias else None, formula)
         return (found.view(*rows, -1),)
 
     return run

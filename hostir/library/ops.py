@@ -21,7 +21,12 @@ from torch import Tensor
 from distmega.errors import ProgramError
 from distmega.hostir.library import experts
 from distmega.hostir.library.heads import compile_heads, move_heads
-from distmega.hostir.library.matmuls import compile_mixed, mixed_product
+from distmega.hostir.library.matmuls import (
+    compile_mixed,
+    compile_shaped,
+    mixed_product,
+    shaped_product,
+)
 from distmega.hostir.library.norms import compile_norm, normalise
 from distmega.hostir.library.opaque import compile_opaque
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
@@ -131,10 +136,17 @@ def attention(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
+    order: Sequence[int] = (0, 1, 2, 3),
 ) -> Tensor:
     """Attention of q [b, h g, m, d] over k [b, h, t, d] and v [b, h, t, e] under a mask: bool, what
     may be seen, or floats, added. Rows that may see nothing are zero. Softmax in fp32 or wider.
+    order: of the result's dims, of [b, h g, m, e].
     """
     dtype, group = operand_dtype(q), q.shape[1] // k.shape[1]
     rows, keys, values = (x.to(dtype) for x in (q, k, v))
@@ -143,7 +155,7 @@ def attend(
     out = _mixed(rows, keys, values, mask, scale, softcap)
     if mask is not None and mask.dtype == torch.bool:
         out = out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
-    return out.contiguous().to(q.dtype)
+    return out.permute(*order).contiguous().to(q.dtype)
 
 
 def _mixed(
@@ -275,8 +287,12 @@ def _compile_pointwise(op: Op, coordinate: Coordinate) -> OpFunction:
 
 def _compile_attend(op: Op, coordinate: Coordinate) -> OpFunction:
     scale, softcap = number(op, "scale"), number(op, "softcap")
-    masked = len(op.reads) == 4
-    return lambda xs: (attend(xs[0], xs[1], xs[2], xs[3] if masked else None, scale, softcap),)
+    masked, q, value = len(op.reads) == 4, op.reads[0].dims, op.reads[2].dims
+    stated = [*q[:3], value[3]]
+    order = [stated.index(index) for index in op.writes[0].dims]
+    return lambda xs: (
+        attend(xs[0], xs[1], xs[2], xs[3] if masked else None, scale, softcap, order),
+    )
 
 
 def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
@@ -334,6 +350,7 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     **QUICK,
     **{kind.name: _compile_pointwise for kind in kinds() if kind.is_elementwise},
     "fused_linear": lambda op, coordinate: compile_mixed(op, mixed_product),
+    "fused_product": lambda op, coordinate: compile_shaped(op, shaped_product),
     "fused_heads": lambda op, coordinate: compile_heads(op, move_heads),
     "opaque": lambda op, coordinate: compile_opaque(op),
 }

@@ -34,8 +34,10 @@ from distmega.hostir.lower.scope import Scope
 from distmega.hostir.lower.segments import Run, kernel_runs, make_segment
 from distmega.hostir.passes.fuse import fuse_ops
 from distmega.hostir.passes.host_streams import Touched
+from distmega.hostir.passes.join_formulas import join_formulas
 from distmega.hostir.passes.mix_columns import mix_columns
 from distmega.hostir.passes.norm_sums import norm_sums
+from distmega.hostir.passes.order_results import order_results
 from distmega.program.kinds import kind_of, kinds
 from distmega.program.ops.compute import communication_axis
 from distmega.program.types import Op, Program, Tensor, accesses
@@ -120,6 +122,8 @@ class _Lowering:
             body = [*fuse_ops(body, buffers, program.outputs, segments)]
             body = [*mix_columns(body, buffers, program.outputs)]
             body = [*norm_sums(body, buffers, program.outputs)]
+            body = [*join_formulas(body, buffers, program.outputs)]
+            body = [*order_results(body, buffers, program.outputs)]
         used = {name for node in walk_nodes(body) for name in named_buffers(node)}
         used |= set(program.outputs)
         whole = [t for t in program.tensors if t.role != "temp" or t.name in used]

@@ -6,7 +6,8 @@ writes the result and the sum.
 fused_heads: heads of a row normalised, rotated, kept in a tensor or appended to a cache, for up to
 MAX_PARTS tensors of heads; see fuse_heads.py. fused_linear: `expr` of a0 and a1, products of x with
 a row of one weight and of another of its shape, or with a row of a weight and the one half of all
-rows behind it; reads x and both weights, or the upper and the lower half of the one. Next: fuse.py.
+rows behind it; reads x and both weights, or the upper and the lower half of the one. fused_product:
+`expr` of a0, a product of x and a weight, plus a bias if it reads one. Next: fuse.py.
 """
 
 from distmega.program import expr
@@ -17,6 +18,7 @@ define(OpKind(name="fused_pointwise", origin="internal", is_elementwise=True))
 define(OpKind(name="fused_norm", origin="internal", is_norm=True))
 define(OpKind(name="fused_heads", origin="internal", inplace=True))
 define(OpKind(name="fused_linear", origin="internal", flops=lambda op, work: 4 * work.points))
+define(OpKind(name="fused_product", origin="internal", flops=lambda op, work: 2 * work.points))
 
 
 def op_exprs(op: Op) -> tuple[expr.Expr, ...]:

@@ -1,7 +1,8 @@
 """The walk of passes that let a node do what an op directly behind it does.
 
 Comes in: a body, and what says whether an op joins one of the nodes above it. Goes out: the body,
-loops included. norm_sums.py and mix_columns.py use it. Next: norm_sums.py.
+loops included. mix_columns.py, norm_sums.py, join_formulas.py and order_results.py use it. Next:
+norm_sums.py.
 """
 
 from collections import Counter

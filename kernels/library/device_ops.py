@@ -14,7 +14,7 @@ import torch
 
 from distmega.hostir.library.experts import compile_grouped_linear
 from distmega.hostir.library.heads import compile_heads
-from distmega.hostir.library.matmuls import compile_mixed
+from distmega.hostir.library.matmuls import compile_mixed, compile_shaped, product
 from distmega.hostir.library.norms import compile_norm
 from distmega.hostir.library.ops import (
     NO_TENSORS,
@@ -41,6 +41,7 @@ from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
 from distmega.kernels.pipelined.pointwise.exprs import MAX_INPUTS
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.ugraphs.ops import compile_graph
+from distmega.program.expr import Expr
 from distmega.program.kinds import kind_of
 from distmega.program.types import Op, Tensor, grouped_index
 from distmega.superopt.rewrite import FUSED_GRAPH
@@ -117,6 +118,8 @@ class KernelOps:
             return compile_mixed(
                 op, lambda x, w, other, formula: matmul(x, w, mixes=formula, other=other)
             )
+        if op.kind == "fused_product":
+            return compile_shaped(op, shaped_product)
         if op.kind == FUSED and has_triton():
             return compile_heads(op, lambda *given: late.move_heads(*given))
         if op.kind == "attention" and self._attends_packed(op, NO_TENSORS):
@@ -132,6 +135,14 @@ class KernelOps:
         if op.kind == "attention" and self.masked and _is_plain(op):
             return compile_masked_attention(op)
         return compile_op(op, coordinate)
+
+
+def shaped_product(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, formula: Expr
+) -> torch.Tensor:
+    """A formula of each element of x W' + bias."""
+    (found,) = pointwise_results([formula], [product(x, w, bias)])
+    return found
 
 
 def _share_a_type(op: Op, num: int, tensors: Mapping[str, Tensor], dtypes: Collection[str]) -> bool:

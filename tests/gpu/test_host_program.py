@@ -101,7 +101,7 @@ def test_what_is_fused_in_a_block():
         node.op for node in lowered(block(8, 64, 96, "bf16")).body if isinstance(node, LibraryOp)
     ]
     kinds = [op.kind for op in ops if op.kind != "linear"]
-    assert kinds == ["fused_norm", "fused_linear", "fused_pointwise", "layer_norm", "pointwise",
+    assert kinds == ["fused_norm", "fused_linear", "fused_pointwise", "layer_norm", "fused_product",
                      "softmax", "pointwise"]  # fmt: skip
 
 

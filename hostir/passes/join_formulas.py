@@ -1,0 +1,78 @@
+"""Lets a product make what a pointwise op directly behind it does of each of its elements.
+
+Comes in: a body of lower.py, after mix_columns.py. Where a pointwise op of a product alone stands
+directly behind it, and nobody else reads the product, goes out: a fused_product, which adds the
+bias, if there is one, and applies the formula before anything is written. Next: passes.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from distmega.hostir.ir.nodes import Allocate, LibraryOp, Node
+from distmega.hostir.passes.fused_kinds import op_exprs
+from distmega.hostir.passes.joining import join_ops
+from distmega.program.kinds import kind_of
+from distmega.program.ops.axis_views import is_plain
+from distmega.program.ops.parts import make_op
+from distmega.program.types import Op, Tensor, accesses, contracts
+
+
+def join_formulas(
+    body: Sequence[Node], buffers: Mapping[str, Tensor], outputs: Sequence[str]
+) -> tuple[Node, ...]:
+    """The body, loops included, with such products."""
+    return join_ops(body, buffers, outputs, _join)
+
+
+def _join(
+    above: list[Node], node: LibraryOp, buffers: Mapping[str, Tensor], uses: Mapping[str, int]
+) -> Node:
+    """The product that does `node` too, taken from `above` with its result; or the node."""
+    at = len(above) - 1
+    while at >= 0 and isinstance(above[at], Allocate):
+        at -= 1
+    product = above[at] if at >= 0 else None
+    if not isinstance(product, LibraryOp) or not _is_product(product.op):
+        return node
+    gone = product.op.writes[0].tensor
+    joined = _joined(product.op, node.op, buffers)
+    if joined is None or buffers[gone].role != "temp" or uses[gone] != 2:
+        return node
+    rest = (*above[:at], *above[at + 1 :])
+    above[:] = [x for x in rest if not (isinstance(x, Allocate) and x.buffer == gone)]
+    return LibraryOp(op=joined)
+
+
+def _is_product(op: Op) -> bool:
+    """Whether an op is x [rows, sums] times w [columns, sums], each of any number of dims but for
+    the columns, with a bias of each column or none.
+    """
+    if not contracts(op) or not 2 <= len(op.reads) <= 3 or not all(map(is_plain, accesses(op))):
+        return False
+    (x, w, *bias), (out,) = op.reads, op.writes
+    if len(out.dims) < 2:
+        return False
+    rows, columns = out.dims[:-1], out.dims[-1:]
+    return (
+        x.dims == (*rows, *w.dims[1:])
+        and w.dims[:1] == columns
+        and all(each.dims == columns for each in bias)
+    )
+
+
+def _joined(product: Op, op: Op, buffers: Mapping[str, Tensor]) -> Op | None:
+    """Both as one; None where `op` is no formula of the product's elements alone."""
+    (made,), (write, *others) = product.writes, op.writes
+    if not kind_of(op).is_elementwise or others or {a.tensor for a in op.reads} != {made.tensor}:
+        return None
+    if not all(map(is_plain, accesses(op))) or any(read.dims != write.dims for read in op.reads):
+        return None
+    names = {access.tensor for access in (*accesses(product), write)}
+    same = buffers[made.tensor].shape == buffers[write.tensor].shape
+    (tree,) = op_exprs(op)
+    if not same or len({buffers[name].dtype for name in names}) != 1 or len(op.reads) != 1:
+        return None
+    return make_op(
+        op.name, "fused_product", product.axes, product.reads, [replace(made, tensor=write.tensor)],
+        expr=str(tree),
+    )  # fmt: skip
