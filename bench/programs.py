@@ -69,6 +69,9 @@ TOLERANCE = 0.06
 """Of the largest value, between distmega and torch, both in bf16 through many layers."""
 
 Tensors = Mapping[str, Tensor]
+Region = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""From a function that every layer calls to one that does the same: compiled once for all layers.
+Between ranks' collectives torch joins nothing, so there it costs no speed."""
 Line = Mapping[str, Any]
 """What a process found of a case: `us` and `host_us` by name, `floor_us`, how `far` from torch."""
 
@@ -77,12 +80,13 @@ Line = Mapping[str, Any]
 class Model:
     """A program, how ranks divide it, and the same in torch on a rank's tensors by name, given the
     sum over ranks: its result, or the logits of a program that gives a token. position: of integer
-    inputs, and a token.
+    inputs, and a token. by_regions: as in_torch, each part that layers repeat through a Region.
     """
 
     program: Program
     marks: dict[str, Layout]
     in_torch: Callable[[Tensors, Callable[[Tensor], Tensor]], Tensor]
+    by_regions: Callable[[Tensors, Callable[[Tensor], Tensor], Region], Tensor] | None = None
     position: int = 700
 
 
@@ -129,15 +133,24 @@ def gated_mlp(
         marks |= {f"{i}.{name}": shard(0, "tp") for name in ("gate", "up")}
         marks[f"{i}.down"] = shard(1, "tp")
 
-    def in_torch(own: Tensors, total: Callable[[Tensor], Tensor]) -> Tensor:
-        x = own["x"]
-        for i in range(layers):
-            h = F.rms_norm(x, (hidden,), own[f"{i}.norm"], EPS)
-            act = F.silu(F.linear(h, own[f"{i}.gate"])) * F.linear(h, own[f"{i}.up"])
-            x = x + total(F.linear(act, own[f"{i}.down"]))
-        return x
+    def mix(h: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
 
-    return Model(program=p.build(x), marks=marks, in_torch=in_torch)
+    def join(x: Tensor, mixed: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + mixed
+        return x, F.rms_norm(x, (hidden,), norm, EPS)
+
+    def by_regions(own: Tensors, total: Callable[[Tensor], Tensor], region: Region) -> Tensor:
+        part, step, x = region(mix), region(join), own["x"]
+        h = F.rms_norm(x, (hidden,), own["0.norm"], EPS)
+        for i in range(layers):
+            mixed = total(part(h, *(own[f"{i}.{name}"] for name in ("gate", "up", "down"))))
+            if i + 1 < layers:
+                x, h = step(x, mixed, own[f"{i + 1}.norm"])
+        return x + mixed
+
+    in_torch = partial(by_regions, region=lambda function: function)
+    return Model(program=p.build(x), marks=marks, in_torch=in_torch, by_regions=by_regions)
 
 
 def _layer_norm(p: ProgramBuilder, x: Handle, name: str) -> Handle:
@@ -481,7 +494,10 @@ def measure(
         if with_compile:
             torch._dynamo.reset()
             # in a graph of ours: its own would copy the weights, which are no parameters, each call
-            tuned = torch.compile(in_torch, mode="max-autotune-no-cudagraphs", fullgraph=True)
+            tune = partial(torch.compile, mode="max-autotune-no-cudagraphs", fullgraph=True)
+            tuned = tune(in_torch)
+            if comm.mesh.num_ranks > 1 and model.by_regions is not None:
+                tuned = partial(model.by_regions, own, total, tune)
             runs[COMPILED] = captured(tuned)[0].replay
         for run in runs.values():
             for _ in range(3):
