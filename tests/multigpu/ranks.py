@@ -36,7 +36,7 @@ TIMEOUT_S = 60.0
 """Of a collective."""
 BODY_S = 120.0
 """Of a body, on all ranks."""
-GRACE_S = 5.0
+GRACE_S = 30.0
 """For the others to say what is wrong with them, once one rank has failed."""
 ON_EITHER = [
     pytest.param("cpu", 2, id="cpu-2"),
