@@ -169,11 +169,6 @@ PROGRAMS: Mapping[str, Callable[[int], Program]] = MappingProxyType(
     }
 )  # fmt: skip
 
-BESIDE_A_TOKEN = ("plain_layer_norms", "wide_layer_norms")
-"""Of PROGRAMS: a softmax that no op reads stands beside the choice of a token, which the kernel of
-one row refuses.
-"""
-
 
 HEADS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "24": {"dim": 24}, "56 of each": {"dim": 56, "each_head": True},

@@ -48,7 +48,11 @@ def parted_at_barriers(cubin: Path) -> list[str]:
 
     def aim(at: int) -> int:
         branch = _BRANCH.search(lines[at])
-        return index.get(int(branch[1], 16), -1) if branch else -1
+        to = index.get(int(branch[1], 16), -1) if branch else -1
+        # what is left of a wait for the warp that ptxas takes for needless
+        while lines[to].strip() == "NOP":
+            to += 1
+        return to
 
     parted = []
     for at, line in enumerate(lines):

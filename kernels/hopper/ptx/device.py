@@ -74,8 +74,10 @@ def fence_all():
 
 @gluon.jit
 def join_lanes():
-    """Brings the lanes of each warp together again. Before a barrier of warps behind a store of
-    some lanes: ptxas may make a branch of it and let the warp come to the barrier in two parts.
+    """Brings the lanes of each warp together again. Stands right behind a store of some lanes that
+    ends a way to a barrier of warps: ptxas may make a branch of such a store, straight to the
+    barrier, and the warp comes there in two parts. Where ways meet it does not help: ptxas takes
+    it for needless there and drops it before it makes the branch.
     """
     # impure, so that it stays where it stands; Gluon has barriers of whole groups of warps alone
     gl.inline_asm_elementwise(

@@ -296,5 +296,5 @@ def pointwise_task(
                 write_rows(
                     words, symmetric, kept, row, wanted, y, flag, field(FORMULAS, i, "publishes")
                 )
-    join_lanes()
+            join_lanes()
     cta_barrier()

@@ -10,7 +10,7 @@ from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.program.types import Program
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import bare_signals, plain_spins
-from tests.kernels.row_programs import BESIDE_A_TOKEN, PROGRAMS, attending
+from tests.kernels.row_programs import PROGRAMS, attending
 from tests.kernels.sass import parted_at_barriers
 from tests.kernels.sm90 import SHARED_BYTES, Machine
 
@@ -47,12 +47,8 @@ def code_of(program: Program) -> Machine:
     [
         "of 256",
         *(pytest.param(name, marks=pytest.mark.nightly) for name in ATTENDING if name != "of 256"),
-        "post_norms",
-        *(
-            pytest.param(name, marks=pytest.mark.nightly)
-            for name in PROGRAMS
-            if name not in {"post_norms", *BESIDE_A_TOKEN}
-        ),
+        "plain_layer_norms",
+        *(pytest.param(x, marks=pytest.mark.nightly) for x in PROGRAMS if x != "plain_layer_norms"),
     ],
 )
 def test_pointwise_work_fits_an_sm(name):

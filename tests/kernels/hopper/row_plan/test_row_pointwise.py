@@ -26,15 +26,7 @@ from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from tests.hostir.programs import run_program_in
 from tests.kernels.fused_reference import run_fused
-from tests.kernels.row_programs import (
-    BESIDE_A_TOKEN,
-    HIDDEN,
-    PROGRAMS,
-    attending,
-    matrix,
-    random_values,
-    rms,
-)
+from tests.kernels.row_programs import HIDDEN, PROGRAMS, attending, matrix, random_values, rms
 
 NUM_SMS = 20
 
@@ -58,7 +50,7 @@ def test_fused_ops_compute_the_program(name, rows):
         torch.testing.assert_close(found.double(), expected[out].double(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in BESIDE_A_TOKEN])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_each_row_has_one_sm(name):
     queues = queues_of(PROGRAMS[name](1))
     found: dict[str, list[int]] = {}
@@ -73,13 +65,6 @@ def test_each_row_has_one_sm(name):
 def queues_rows(queues: RowQueues, op: str) -> int:
     (num,) = {one.num_rows for one in pointwise(queues) if one.name == op}
     return num
-
-
-@pytest.mark.parametrize("name", BESIDE_A_TOKEN)
-def test_norms_beside_a_token_are_refused(name):
-    """Such programs never ended on an H200; the kernel of several rows takes one row of them."""
-    with pytest.raises(UnsupportedError, match="'out', a norm that no op reads, beside the choice"):
-        queues_of(PROGRAMS[name](1))
 
 
 def test_what_rows_are_made_of():

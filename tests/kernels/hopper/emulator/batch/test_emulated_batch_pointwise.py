@@ -13,7 +13,7 @@ from tests.kernels.hopper.batch_plan.test_batch_pointwise import heads_normed, t
 from tests.kernels.hopper.batch_plan.test_batch_reference import Random
 from tests.kernels.hopper.emulator.batch.test_batch_emulator import MOST_ERROR, batch_case, emulate
 from tests.kernels.hopper.emulator.emulating import NO_MARKS, error, expected
-from tests.kernels.row_programs import BESIDE_A_TOKEN, PROGRAMS, random_values
+from tests.kernels.row_programs import PROGRAMS, random_values
 
 
 def require_right(
@@ -38,8 +38,8 @@ def test_programs_give_what_torch_does(name: str):
     require_right(PROGRAMS[name](3), seed=1)
 
 
-def test_one_row_that_the_kernel_of_one_row_refuses():
-    require_right(PROGRAMS[BESIDE_A_TOKEN[0]](1), seed=1)
+def test_one_row_in_the_kernel_of_several():
+    require_right(PROGRAMS["plain_layer_norms"](1), seed=1)
 
 
 @pytest.mark.parametrize("program", [two_lookups, heads_normed])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.hopper.emulator.emulating import case_of, error, expected
-from tests.kernels.row_programs import BESIDE_A_TOKEN, PROGRAMS, attending, random_values
+from tests.kernels.row_programs import PROGRAMS, attending, random_values
 
 MOST_ERROR = 0.015
 """Of what is rounded to bf16 between ops."""
@@ -17,9 +17,7 @@ ATTENDING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [*(name for name in PROGRAMS if name not in BESIDE_A_TOKEN), *ATTENDING]
-)
+@pytest.mark.parametrize("name", [*PROGRAMS, *ATTENDING])
 def test_rows_are_what_torch_gives(name):
     """Two calls, of other rows; the second one's states go on."""
     program = PROGRAMS[name](1) if name in PROGRAMS else attending(layers=1, **ATTENDING[name])
