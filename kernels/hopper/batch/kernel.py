@@ -243,7 +243,7 @@ def compute(
                     if is_of_rows(words):
                         route_task(
                             words, memory.numbers, state, batch, step, sm, experts_at, opened_bar,
-                            chosen_bar, EXPERTS,
+                            chosen_bar, EXPERTS, RANKS,
                         )
                         stamp(trace, step, num_instructions, i, STAMP_CHOSEN)
                 it = linear_task(

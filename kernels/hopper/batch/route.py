@@ -111,7 +111,17 @@ def take_highest(key, e, NUM: gl.constexpr):
 
 @gluon.jit
 def route_task(
-    words, numbers, state, batch, step, sm, chosen, opened_bar, chosen_bar, EXPERTS: gl.constexpr
+    words,
+    numbers,
+    state,
+    batch,
+    step,
+    sm,
+    chosen,
+    opened_bar,
+    chosen_bar,
+    EXPERTS: gl.constexpr,
+    RANKS: gl.constexpr,
 ):
     """Chooses for each of `batch` rows. chosen: a Choice; opened_bar: of the loader, passed once
     that may be written; chosen_bar: of this choice. state: see batch_words.STATE_HITS.
@@ -123,6 +133,9 @@ def route_task(
     hits = keep(chosen.hits)
     b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_EXPERT)), 1)
     e = gl.expand_dims(gl.arange(0, padded(EXPERTS), layout=gl.SliceLayout(0, BY_EXPERT)), 0)
+    if RANKS > 1:
+        b += keep(0)  # as above: anew in each choice
+        e += keep(0)
     used = (b < batch) & (e < NUM)
     at = numbers + words[EXP_SCORES] + b * NUM + e
     given = gl.load(at, mask=used, other=float("-inf"), cache_modifier=".cg")

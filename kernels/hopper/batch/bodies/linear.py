@@ -560,8 +560,8 @@ def ask_early(
 
 @gluon.jit
 def group_task(
-    words, memory, peers, x, eps, factor, alarm, first, group, num_units, num_chunks, squares, best,
-    best_row, red, ring, it, flag, rows, chosen, of_columns, EXPERTS: gl.constexpr,
+    words, queue, number, memory, peers, x, eps, factor, alarm, first, group, num_units, num_chunks,
+    squares, best, best_row, red, ring, it, flag, rows, chosen, of_columns, EXPERTS: gl.constexpr,
     EPILOGUES: gl.constexpr, CHOICE: gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr,
     WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr,
 ):
@@ -583,6 +583,9 @@ def group_task(
         x0, x1, x, words[SRC], num_chunks, num_units - group, red, ring, it, rows, chosen,
         of_columns, EXPERTS, STAGES,
     )
+    if RANKS > 1 and EXPERTS is not None:
+        # here: no registers to keep what only the epilogue needs while weights are multiplied
+        words = fetch(queue, keep(number))
     for unit in range(group, gl.minimum(group + GROUP_UNITS, num_units), ROUND_UNITS):
         if unit > group:
             store_round(red, a4, a5, a6, a7)
@@ -681,7 +684,7 @@ def linear_task(
         num_units = keep(words[NUM_UNITS])
         for group in range(0, num_units, GROUP_UNITS):
             factor, squares, best, best_row, it = group_task(
-                words, memory, peers, x, eps, factor, alarm, 0, group, num_units,
+                words, queue, number, memory, peers, x, eps, factor, alarm, 0, group, num_units,
                 words[LIN_NUM_TILES_K], squares, best, best_row, red, ring, it, flag, 0, 0, False,
                 EXPERTS, EPILOGUES, CHOICE, RANKS, STAGES, WHOLE_SLICES, WIDE,
             )
@@ -693,8 +696,8 @@ def linear_task(
             end, hit = group_from(words, group, stop, EXPERTS)
             rows = rows_of_group(words, chosen, hit)
             factor, squares, best, best_row, it = group_task(
-                words, memory, peers, x, eps, factor, alarm, first, group, end, num_chunks, squares,
-                best, best_row, red, ring, it, flag, rows, chosen, of_columns, EXPERTS, EPILOGUES,
+                words, queue, number, memory, peers, x, eps, factor, alarm, first, group, end,
+                num_chunks, squares, best, best_row, red, ring, it, flag, rows, chosen, of_columns, EXPERTS, EPILOGUES,
                 CHOICE, RANKS, STAGES, WHOLE_SLICES, WIDE,
             )
             group = end
