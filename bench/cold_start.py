@@ -3,10 +3,10 @@
     python -m bench.cold_start qwen3-8b
 
 Weights stay the zeros that their memory is made of, so nothing hides behind reading them. Three
-processes: Triton's cache empty, Triton's cache filled by the first, and again. The first token is
-that of the prefill, by library ops; the second is the first of the decode kernel, which is compiled
-or loaded beside all that comes before. Beside them, what Python, torch, triton and a CUDA context
-take alone.
+processes: the caches of Triton and distmega empty, filled by the first, and again. The first token
+is that of the prefill, by library ops; the second is the first of the decode kernel, which is
+compiled or loaded beside all that comes before. Beside them, what Python, torch, triton and a CUDA
+context take alone.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def main() -> None:
             command = [sys.executable, "-m", "bench.cold_start", arguments.model, "--start"]
             done = subprocess.run(
                 [*command, repr(time.time())],
-                env={**os.environ, "TRITON_CACHE_DIR": cache},
+                env={**os.environ, "TRITON_CACHE_DIR": cache, "XDG_CACHE_HOME": cache},
                 stdout=subprocess.PIPE,
                 text=True,
                 check=True,

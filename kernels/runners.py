@@ -17,6 +17,7 @@ from distmega.kernels import late
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH
+from distmega.kernels.hopper.plan.encoded import EncodedQueues, fold_queues, unfold_queues
 from distmega.kernels.hopper.plan.matrices import count_rows
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.row_plan.queues import build_queues
@@ -28,6 +29,26 @@ from distmega.kernels.tasks.graph import Mode
 from distmega.program.types import Program
 
 Queues = RowQueues | BatchQueues
+FoldedQueues = tuple[RowQueues, EncodedQueues] | BatchQueues
+"""Queues as they are kept; see hopper/plan/encoded.py."""
+
+
+def fold(queues: Queues) -> FoldedQueues:
+    """Queues without what a launch does not take."""
+    return fold_queues(queues) if isinstance(queues, RowQueues) else queues
+
+
+def unfold(folded: FoldedQueues, plan: Callable[[], Queues]) -> Queues:
+    """The queues that `fold` was given. plan: makes them anew, when instructions are asked for."""
+    if isinstance(folded, BatchQueues):
+        return folded
+
+    def plan_rows() -> RowQueues:
+        made = plan()
+        assert isinstance(made, RowQueues), "the same kernel as before"
+        return made
+
+    return unfold_queues(folded, plan_rows)
 
 
 def plan_hopper(

@@ -47,6 +47,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.fixture(autouse=True)
+def _plan_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test takes plans of another one, or of this machine's user, from the disk."""
+    monkeypatch.setattr("distmega.engine.kept_plans.FOLDER", None)
+
+
 def _gpu_problem(num_gpus: int) -> str:
     """Why this machine can't run a test on `num_gpus` GPUs; empty if it can."""
     import torch  # noqa: PLC0415  only when a collected test carries a GPU marker

@@ -181,6 +181,11 @@ def num_stages_of(mesh: DeviceMesh) -> int:
     return mesh.size(AXIS) if AXIS in mesh.names else 1
 
 
+def stage_mesh(mesh: DeviceMesh, index: int) -> DeviceMesh:
+    """The ranks of one stage of the pipeline that runs on a mesh."""
+    return mesh.part(AXIS, index) if AXIS in mesh.names else mesh
+
+
 def expert_layouts(
     config: AnyDecoder, program: Program, ranks: DeviceMesh, way: Experts
 ) -> dict[str, Layout]:
@@ -330,7 +335,7 @@ def _plan_copies(
     )
     cuts = cut_positions(program, num_stages, starts=layer_starts(config))
     stage = split_stages(program, cuts)[index]
-    ranks = mesh.part(AXIS, index) if AXIS in mesh.names else mesh
+    ranks = stage_mesh(mesh, index)
     caches = stage.program.with_role("state") if batch > 1 else ()
     by_heads = {
         cache.name: shard(SEQUENCE_DIM + 1, axis)

@@ -7,7 +7,7 @@ one weights arena and one KV cache. Next on the walk: hostir/run/evaluator.py.
 
 import logging
 import math
-from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 
@@ -17,12 +17,14 @@ from torch import Tensor
 from distmega.engine.agreement import on_all_ranks, require_agreement, share_memory
 from distmega.engine.calls import Calls, require_tokens
 from distmega.engine.decode_plan import (
-    StagePlan,
+    DecodePlan,
     compile_kernels,
     lower_decode,
     lower_library_decode,
     plan_decode,
+    stage_mesh,
 )
+from distmega.engine.kept_plans import NOTHING_KEPT, open_plans
 from distmega.engine.library_steps import LibrarySteps
 from distmega.engine.prefill import Prefills
 from distmega.engine.requests import EngineOptions
@@ -58,7 +60,14 @@ from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import CPU, H200
 from distmega.kernels.megakernel import Megakernel
-from distmega.kernels.runners import open_hopper, plan_hopper
+from distmega.kernels.runners import (
+    FoldedQueues,
+    Queues,
+    fold,
+    open_hopper,
+    plan_hopper,
+    unfold,
+)
 from distmega.kernels.runtime.memory import allocate_arena, arena_views, spanning_view
 from distmega.kernels.runtime.stepping import SteppingRunner
 from distmega.kernels.runtime.streams.signals import open_signals
@@ -124,12 +133,14 @@ class Engine:
         self._calls = Calls()
         self._num_decoded = 1
         on_gpu = self.device.type == "cuda"
+        index = mesh.coordinate(comm.rank).get(AXIS, 0)
+        asked = source.config, mesh, index, options, logits, self._method
+        self._kept = open_plans(asked, _facts_of(self.device)) if on_gpu else NOTHING_KEPT
         tell("planning a decode step")
-        plan = self._plan(source.config, options, logits, self._method)
-        peer_memory = self._share_memory(plan, options, node)
-        self.decode_plan = lower_decode(
-            source.config, plan, options, peer_memory=peer_memory, method=self._method
-        )
+        peer_memory = self._share_memory(stage_mesh(mesh, index), options, node)
+        make_plan = partial(self._plan, source.config, options, logits, index, peer_memory)
+        self.decode_plan = self._kept.get("decode", peer_memory, make_plan)
+        plan = self.decode_plan.staged
         self._weights = allocate_arena(self.decode_plan.weights, device=device)
         self._states = allocate_arena(self.decode_plan.states, device=device)
         weights = arena_views(self.decode_plan.weights, self._weights)
@@ -155,26 +166,34 @@ class Engine:
         fingerprints = [plan.fingerprint()]
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
         require_agreement(comm, plan, fingerprints)
-        self._prefills = Prefills(self.decode_plan, self._open_prompts, comm, self.device)
+        self._prefills = Prefills(
+            self.decode_plan, self._open_prompts, comm, self.device, self._kept
+        )
         if on_gpu and plan.stage.num_stages > 1:
             assert isinstance(comm, NcclCommunicator), "GPUs communicate over NCCL"
             shared = options.collectives != "host"
             open_signals(comm, AXIS, (FREE,), options.timeout_s, peer_memory=shared)
 
     def _plan(
-        self, config: AnyDecoder, options: EngineOptions, logits: Logits, method: Method
-    ) -> StagePlan:
-        """The plan of a decode step of this rank's stage."""
+        self,
+        config: AnyDecoder,
+        options: EngineOptions,
+        logits: Logits,
+        index: int,
+        peer_memory: bool,
+    ) -> DecodePlan:
+        """The plan of a decode step of a stage."""
         machine = H200 if self.device.type == "cuda" else CPU
-        index = self.mesh.coordinate(self.comm.rank).get(AXIS, 0)
-        return plan_decode(config, self.mesh, machine, options, logits, method=method, index=index)
+        method = self._method
+        plan = plan_decode(config, self.mesh, machine, options, logits, method=method, index=index)
+        return lower_decode(config, plan, options, peer_memory=peer_memory, method=method)
 
-    def _share_memory(self, plan: StagePlan, options: EngineOptions, node: str) -> bool:
+    def _share_memory(self, stage: DeviceMesh, options: EngineOptions, node: str) -> bool:
         """share_memory of this rank's stage; all ranks of the mesh ask together."""
         problem = "" if self.device.type == "cuda" else peer_memory_problem()
         found = self.comm.all_gather_object((node, problem))
         mates = dict(zip(self.mesh.ranks, found, strict=True))
-        return share_memory([mates[rank] for rank in plan.plan.mesh.ranks], options)
+        return share_memory([mates[rank] for rank in stage.ranks], options)
 
     def generate(
         self,
@@ -643,7 +662,8 @@ class Engine:
             mode=options.events,
             most_rows=options.kernel_rows,
         )
-        queues = on_all_ranks(self.comm, plan if len(segments) == 1 else None)
+        make = partial(self._kept_queues, plan, team)
+        queues = on_all_ranks(self.comm, make if len(segments) == 1 else None)
         if queues is None:
             return None
         return open_hopper(
@@ -655,6 +675,19 @@ class Engine:
             team=team,
             timeout_s=options.timeout_s,
         )
+
+    def _kept_queues(self, plan: Callable[[], Queues], team: Team | None) -> Queues:
+        """What `plan` gives, or gave an earlier process."""
+        made: list[Queues] = []
+
+        def make() -> FoldedQueues:
+            made.append(plan())
+            return fold(made[0])
+
+        place = (team.team_rank, team.size) if team else (0, 1)
+        peer_memory = self.decode_plan.peer_memory
+        folded = self._kept.get("queues", (peer_memory, place), make)
+        return made[0] if made else unfold(folded, plan)
 
     def _runner(self, kernel: Megakernel, options: EngineOptions) -> CpuMegakernel:
         rank = self.comm.rank
@@ -671,6 +704,14 @@ class Engine:
             seed=options.interleave_seed or None,
             timeout_s=options.timeout_s,
         )
+
+
+def _facts_of(device: torch.device) -> tuple[object, ...]:
+    """What plans may depend on of a GPU."""
+    if device.type != "cuda":
+        return ()
+    facts = torch.cuda.get_device_properties(device)
+    return facts.name, facts.major, facts.minor, facts.multi_processor_count
 
 
 def _slots_of(states: Mapping[str, Tensor], batch: int) -> list[dict[str, Tensor]]:

@@ -21,6 +21,7 @@ from distmega.engine.decode_plan import (
     num_micro_batches,
     prefill_size,
 )
+from distmega.engine.kept_plans import NOTHING_KEPT, KeptPlans
 from distmega.engine.packing import (
     ROWS,
     PromptPart,
@@ -30,6 +31,7 @@ from distmega.engine.packing import (
     row_lengths,
 )
 from distmega.errors import RankFailure, UnsupportedError
+from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.passes.resize import resize_inputs
@@ -74,8 +76,11 @@ class Prefills:
         open_program: Callable[[HostProgram, bool, bool], tuple[Evaluator, dict[str, Tensor]]],
         comm: Communicator,
         device: torch.device,
+        kept: KeptPlans = NOTHING_KEPT,
     ) -> None:
+        """kept: programs on disk."""
         self._decode_plan, self._open, self._comm = decode_plan, open_program, comm
+        self._kept = kept
         self._device = device
         self._packs = num_micro_batches(decode_plan) == 1
         alone = decode_plan.staged.stage.num_stages == 1 and self._packs
@@ -180,19 +185,36 @@ class Prefills:
 
     def _host_program(self, size: int, logits: Logits) -> tuple[HostProgram, bool]:
         """The program of a size: that of another size of its range with other extents, if one was
-        planned and extents divide alike. And whether it is such a one.
+        planned and extents divide alike. And whether it is proven.
         """
         if not self._packs:
             return lower_prefill(self._decode_plan, size, logits), False
-        alone = self._decode_plan.staged.plan.mesh.num_ranks == 1
+        staged = self._decode_plan.staged
+        proven, alone = staged.stage.num_stages == 1, staged.plan.mesh.num_ranks == 1
         key = 0 if alone else max(size - 1, LEAST_RANGE).bit_length(), logits
         known = self._planned.get(key)
-        if known is not None:
-            inputs = dict.fromkeys(BY_ROWS & known.buffer_map().keys(), (size,))
-            try:
-                return resize_inputs(known, inputs, f"decoder_{size}"), True
-            except UnsupportedError as error:
-                logger.debug("%d rows are planned anew: %s", size, error)
+        first = known is None
+        if known is None:
+            # files of ranks may differ, and they shall not run what was planned for other sizes
+            asked = logits, self._decode_plan.peer_memory, 0 if alone else size
+            known = self._kept.get("prompt", asked, lambda: self._lower(size, logits))
+            self._planned[key] = known
+        buffers = known.buffer_map()
+        inputs = dict.fromkeys(BY_ROWS & buffers.keys(), (size,))
+        if all(buffers[name].shape == shape for name, shape in inputs.items()):
+            return known, proven or not first
+        try:
+            resized = resize_inputs(known, inputs, f"decoder_{size}")
+            return resized, proven or not first
+        except UnsupportedError as error:
+            logger.debug("%d rows are planned anew: %s", size, error)
+        self._planned[key] = host = self._lower(size, logits)
+        return host, proven
+
+    def _lower(self, size: int, logits: Logits) -> HostProgram:
+        """The program of a size, proven where that takes no other stage, with symmetric buffers for
+        all sizes.
+        """
         host = lower_prefill(self._decode_plan, size, logits)
         options, context = self._decode_plan.options, self._decode_plan.max_context
         most = max(size, min(options.max_batched_tokens, context * options.batch))
@@ -200,8 +222,10 @@ class Prefills:
             replace(one, num_bytes=one.num_bytes * -(-most // size))
             for one in host.symmetric_buffers
         )
-        self._planned[key] = host = replace(host, symmetric_buffers=tuple(symmetric_buffers))
-        return host, False
+        host = replace(host, symmetric_buffers=tuple(symmetric_buffers))
+        if self._decode_plan.staged.stage.num_stages == 1:
+            prove_once(host)
+        return host
 
     def _capture(self, program: _Program, tensors: Tensors) -> CapturedHost | None:
         """On all ranks or none: NCCL may prepare captured collectives unlike others."""

@@ -18,6 +18,7 @@ from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.diagnosis import explain_hang
 from distmega.kernels.hopper.one_row import kernel
 from distmega.kernels.hopper.one_row.arguments import QueueMemory, RowMemory, RowSpec
+from distmega.kernels.hopper.plan.encoded import encode_queues
 from distmega.kernels.hopper.plan.types import (
     NO_ATTENTION,
     ROW_MATRICES,
@@ -43,11 +44,6 @@ from distmega.kernels.hopper.plan.words import (
     STATE_SEED,
     STATE_TOKEN,
     STATE_WORDS,
-    UNIT_ROWS,
-    WORDS,
-    RowLinear,
-    RowPointwise,
-    pack,
 )
 from distmega.kernels.hopper.ptx.shapes import THREADS, TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.timeline import timeline_spans
@@ -85,16 +81,10 @@ def padded_head_rows(head_rows: int) -> int:
     return max(MAX_SMS, 1 << (head_rows - 1).bit_length())
 
 
-def most_passes(queues: RowQueues) -> int:
-    """Rows of pointwise work that a thread has, at most; at least 1."""
-    rows = [
-        one.num_units * UNIT_ROWS
-        for queue in queues.queues
-        for one in queue
-        if isinstance(one, RowPointwise)
-    ]
+def most_passes(most_rows: int) -> int:
+    """Rows of pointwise work that a thread has, at most, of an SM's; at least 1."""
     num_threads: int = THREADS.value
-    return -(-max(rows, default=1) // num_threads)
+    return -(-max(most_rows, 1) // num_threads)
 
 
 class RowRunner:
@@ -120,7 +110,9 @@ class RowRunner:
         """
         device = weights_arena.device
         self.segment, self.queues = segment, queues
-        self._words, self._counts = _encode(queues, device)
+        self._encoded = encoded = encode_queues(queues)
+        self._words = torch.from_numpy(encoded.words).to(device)
+        self._counts = torch.from_numpy(encoded.lengths).to(device)
         views = arena_views(weights, weights_arena)
         self._unused = torch.zeros(16, device=device)
         self._rope = views[queues.rope_table] if queues.rope_table else self._unused
@@ -276,9 +268,7 @@ class RowRunner:
     def _launcher(self, tracing: bool) -> Launcher:
         queues = self.queues
         tiles_k = padded_tiles_k(queues.max_tiles_k)
-        flags = [
-            one.flags for queue in queues.queues for one in queue if isinstance(one, RowLinear)
-        ]
+        encoded = self._encoded
         spec = RowSpec(
             head_dim=self._shape.head_dim,
             num_queries=self._shape.num_queries,
@@ -289,15 +279,15 @@ class RowRunner:
             attends=queues.attention is not None,
             experts=queues.experts,
             epilogues=Epilogues(queues.epilogues),
-            layer_norms=any(one & LAYER_NORM for one in flags),
-            keeps_normed=any(one & KEEP_NORMED for one in flags),
+            layer_norms=bool(encoded.linear_flags & LAYER_NORM),
+            keeps_normed=bool(encoded.linear_flags & KEEP_NORMED),
             max_tiles_k=tiles_k,
             num_matrices=len(queues.matrices),
             choice=choice_of(queues.sampler) if queues.token else NO_CHOICE,
             head_rows=padded_head_rows(queues.head_rows),
             num_ranks=queues.num_ranks,
             given=queues.num_ranks > 1 and not queues.tokens,
-            barriers=queues.has_barriers,
+            barriers=encoded.has_barriers,
             stages=num_stages(tiles_k),
             ahead=LOADS_AHEAD,
             trace=tracing,
@@ -305,7 +295,7 @@ class RowRunner:
             softcap=self._shape.softcap,
             biased=self._shape.biased,
             formulas=RowFormulas(queues.formulas),
-            passes=most_passes(queues),
+            passes=most_passes(encoded.most_rows),
             wide_norms=queues.wide_norms,
         )
         return launcher_of(kernel.decode, len(queues.queues), spec)
@@ -341,17 +331,6 @@ def open_symmetric(
         return None, (torch.zeros(num_words, dtype=torch.int64, device=device),)
     memory, size = team.open(8 * num_words), (num_words,)
     return memory, tuple(memory.tensor(r, size, torch.int64) for r in range(team.size))
-
-
-def _encode(queues: RowQueues, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Words [num_sms, longest queue, WORDS] and queue lengths [num_sms], int32."""
-    longest = max(map(len, queues.queues))
-    words = torch.zeros(len(queues.queues), longest, WORDS, dtype=torch.int32)
-    for sm, queue in enumerate(queues.queues):
-        if queue:
-            words[sm, : len(queue)] = torch.tensor(list(map(pack, queue)), dtype=torch.int32)
-    counts = torch.tensor(list(map(len, queues.queues)), dtype=torch.int32)
-    return words.to(device), counts.to(device)
 
 
 def describe_cache(cache: Tensor, head_dim: int) -> TensorDescriptor:

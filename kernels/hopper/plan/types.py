@@ -4,6 +4,7 @@ Made by row_plan/queues.py, read by one_row/runner.py, which is next on the walk
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -264,7 +265,7 @@ class RowQueues:
     max_tiles_k: int
     eps: float
     matrices: tuple[WeightMatrix, ...]
-    queues: tuple[tuple[Instruction, ...], ...]
+    queues: Sequence[tuple[Instruction, ...]]
     num_kept: int
     outputs: tuple[Kept, ...]
     sampler: FusedSample | None

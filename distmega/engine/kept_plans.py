@@ -1,0 +1,176 @@
+"""What was planned, on disk for the next process: plans, queues and programs of prompts.
+
+In: a key of plain values, and what makes the value. Out: the value, from the file of an earlier
+process or made now and written. A file is of one state of distmega's own files, of the versions of
+Python, torch and triton, and of one kind of machine, and is read only where its whole key is the
+same. Used by engine.py and prefill.py; next on the walk: decode_plan.py.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar, cast
+
+from distmega import hostir, kernels, sharding
+from distmega.collecting import gc_paused
+from distmega.folders import cache_folder
+
+T = TypeVar("T")
+
+FOLDER: Path | None = cache_folder() / "plans"
+"""Where files are; None: nothing is kept."""
+MOST_FILES = 64
+"""The oldest are removed beyond."""
+
+_log = logging.getLogger(__name__)
+
+
+class _UnnamedError(Exception):
+    """A value that has no place in a key."""
+
+
+class KeptPlans:
+    """What is kept of one engine. Nothing is where its key has a value that can't be told apart
+    from others by its text, such as a module of torch.
+    """
+
+    def __init__(self, *key: object, folder: Path | None) -> None:
+        """key: all that plans depend on beside distmega and the versions of libraries. folder: see
+        FOLDER.
+        """
+        self._folder, self._key = folder, ""
+        if folder is None:
+            return
+        try:
+            self._key = f"{_versions()}\n{_text_of(key)}"
+        except _UnnamedError as error:
+            _log.debug("plans are not kept: %s", error)
+            self._folder = None
+
+    def get(self, name: str, key: object, make: Callable[[], T]) -> T:
+        """The value of this name and key, which determine it together with the engine's: the one
+        on disk, or what `make` gives, which is written for the next process.
+        """
+        if self._folder is None:
+            return make()
+        whole = f"{self._key}\n{name} {_text_of(key)}"
+        path = self._folder / f"{name}-{hashlib.sha256(whole.encode()).hexdigest()[:32]}.pickle"
+        found = _read(path, whole)
+        if found is not None:
+            return cast(T, found[0])
+        made = make()
+        _write(path, whole, made)
+        return made
+
+
+NOTHING_KEPT = KeptPlans(folder=None)
+
+
+def open_plans(*key: object) -> KeptPlans:
+    """Those of a key in this user's folder."""
+    return KeptPlans(*key, folder=FOLDER)
+
+
+@gc_paused
+def _read(path: Path, key: str) -> tuple[object] | None:
+    """What the file holds; None where there is none of this key, or one that others could have
+    written: loading a pickle runs what it says.
+    """
+    try:
+        with path.open("rb") as file:
+            about = os.fstat(file.fileno())
+            own = about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if not own:
+                _log.warning("%s may be another user's, and is not read", path)
+                return None
+            known, value = pickle.load(file)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # a damaged file raises anything
+        _log.warning("%s can't be read (%s); planning anew", path, error)
+        return None
+    return (value,) if known == key else None
+
+
+def _write(path: Path, key: str, value: object) -> None:
+    """Replaces the file in one step, so that no reader sees half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, part = tempfile.mkstemp(dir=path.parent)  # of mode 600
+        try:
+            with os.fdopen(handle, "wb") as file:
+                pickle.dump((key, value), file, pickle.HIGHEST_PROTOCOL)
+            Path(part).replace(path)
+        except BaseException:
+            Path(part).unlink()
+            raise
+        _remove_oldest(path.parent)
+    except OSError as error:
+        _log.debug("%s can't be written: %s", path, error)
+
+
+def _remove_oldest(folder: Path) -> None:
+    known = sorted(folder.glob("*.pickle"), key=lambda path: path.stat().st_mtime_ns)
+    for path in known[:-MOST_FILES]:
+        with suppress(FileNotFoundError):  # another process may have removed it
+            path.unlink()
+
+
+@cache
+def _versions() -> str:
+    """Of all code that plans."""
+    libraries = []
+    for name in ("torch", "triton", "numpy"):
+        with suppress(metadata.PackageNotFoundError):
+            libraries.append(f"{name} {metadata.version(name)}")
+    return f"{_own_files()}, python {platform.python_version()}, {', '.join(libraries)}"
+
+
+def _own_files() -> str:
+    """A hash of the names, sizes and times of distmega's files, as Python judges by them whether a
+    module must be compiled again.
+    """
+    folders = [
+        Path(__file__).parents[1],
+        *(Path(p.__path__[0]) for p in (hostir, kernels, sharding)),
+    ]
+    found = sorted(line for folder in folders for line in _files_below(folder))
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                if not entry.name.startswith(("__pycache__", ".")):
+                    yield from _files_below(Path(entry.path))
+            else:
+                about = entry.stat()
+                yield f"{entry.path} {about.st_size} {about.st_mtime_ns}"
+
+
+def _text_of(value: object) -> str:
+    """A text that only equal values have."""
+    if value is None or isinstance(value, str | bytes | int | float):
+        return f"{type(value).__name__} {value!r}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text_of, value))})"
+    if isinstance(value, Mapping):
+        pairs = sorted(f"{_text_of(key)}: {_text_of(item)}" for key, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_text_of, value)))}}}"
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = (f"{each.name}={_text_of(getattr(value, each.name))}" for each in fields(value))
+        return f"{type(value).__module__}.{type(value).__qualname__}({', '.join(parts)})"
+    raise _UnnamedError(f"a {type(value).__name__} in their key")

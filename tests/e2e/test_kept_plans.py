@@ -1,0 +1,169 @@
+"""Plans on disk: what is made once, what anew, and that what is read equals what was made."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from distmega.engine import kept_plans
+from distmega.engine.decode_plan import DecodePlan, lower_decode, lower_prefill, plan_decode
+from distmega.engine.kept_plans import NOTHING_KEPT, KeptPlans
+from distmega.engine.prefill import Prefills
+from distmega.engine.requests import EngineOptions
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.hopper.plan.encoded import encode_queues
+from distmega.kernels.hopper.plan.types import RowQueues
+from distmega.kernels.hopper.row_plan.queues import build_queues
+from distmega.kernels.machines import H200
+from distmega.kernels.runners import Queues, fold, unfold
+from distmega.models.config import ModelConfig
+from distmega.sharding.layout.mesh import DeviceMesh
+
+ALONE = DeviceMesh(tp=1)
+CONFIG = ModelConfig(
+    architecture="llama", hidden=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64,
+    ffn=512, vocab=512, max_positions=512,
+)  # fmt: skip
+
+
+class Made:
+    """Counts what it makes."""
+
+    def __init__(self, value: object) -> None:
+        self.value, self.num = value, 0
+
+    def __call__(self) -> object:
+        self.num += 1
+        return self.value
+
+
+@pytest.fixture(scope="module")
+def decode_plan() -> DecodePlan:
+    options = EngineOptions(max_context=512)
+    staged = plan_decode(CONFIG, ALONE, H200, options)
+    return lower_decode(CONFIG, staged, options, peer_memory=True)
+
+
+def test_the_next_process_reads_what_the_first_made(tmp_path: Path):
+    made = Made((1, "two"))
+    for _ in range(2):
+        assert KeptPlans(CONFIG, folder=tmp_path).get("plan", True, made) == (1, "two")
+    assert made.num == 1
+
+
+def test_each_part_of_a_key_tells_values_apart(tmp_path: Path):
+    made = Made(0)
+    for config in (CONFIG, replace(CONFIG, rope_base=5.0)):
+        for more in (True, 1, "1", (1,), {"1": 1}):
+            for name in ("plan", "queues"):
+                KeptPlans(config, folder=tmp_path).get(name, more, made)
+    assert made.num == 20
+
+
+def test_other_files_or_versions_are_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = Made(0)
+    for versions in ("one", "two", "one"):
+        monkeypatch.setattr(kept_plans, "_versions", lambda now=versions: now)
+        KeptPlans(CONFIG, folder=tmp_path).get("plan", (), made)
+    assert made.num == 2
+
+
+def test_a_file_of_distmega_that_changed_is_seen(tmp_path: Path):
+    file = tmp_path / "folder" / "module.py"
+    file.parent.mkdir()
+    states = set()
+    for text in ("a = 1", "a = 10"):
+        file.write_text(text)
+        states.add(tuple(kept_plans._files_below(tmp_path)))
+    assert len(states) == 2
+
+
+@pytest.mark.parametrize("damage", ["nothing in it", "half of it", "open to others", "no folder"])
+def test_what_cannot_be_trusted_is_made_anew(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    made, folder = Made([*range(1000)]), tmp_path / "plans"
+    if damage == "no folder":
+        folder.write_text("a file")
+    else:
+        KeptPlans(CONFIG, folder=folder).get("plan", (), made)
+        (path,) = folder.iterdir()
+        assert path.stat().st_mode & 0o777 == 0o600
+        if damage == "open to others":
+            path.chmod(0o666)
+        else:
+            path.write_bytes(path.read_bytes()[: 500 if damage == "half of it" else 0])
+    before = made.num
+    with caplog.at_level(logging.WARNING):
+        assert KeptPlans(CONFIG, folder=folder).get("plan", (), made) == made.value
+    assert made.num == before + 1
+    assert caplog.records
+
+
+def test_a_key_without_a_text_keeps_nothing(tmp_path: Path):
+    made = Made(0)
+    for _ in range(2):
+        KeptPlans(torch.nn.Linear(1, 1), folder=tmp_path).get("plan", (), made)
+        NOTHING_KEPT.get("plan", (), made)
+    assert made.num == 4
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_oldest_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kept_plans, "MOST_FILES", 3)
+    for number in range(5):
+        KeptPlans(folder=tmp_path).get("plan", number, Made(number))
+    assert len([*tmp_path.iterdir()]) == 3
+
+
+def test_a_decode_plan_is_read_as_it_was_made(decode_plan: DecodePlan, tmp_path: Path):
+    made = Made(decode_plan)
+    for _ in range(2):
+        assert KeptPlans(CONFIG, folder=tmp_path).get("decode", (), made) == decode_plan
+    assert made.num == 1
+
+
+def test_queues_are_read_without_their_instructions(decode_plan: DecodePlan, tmp_path: Path):
+    plans: list[RowQueues] = []
+
+    def plan() -> RowQueues:
+        arenas = decode_plan.weights, decode_plan.states
+        plans.append(build_queues(decode_plan.host.segments[0], *arenas, 8, 0, "op"))
+        return plans[-1]
+
+    KeptPlans(CONFIG, folder=tmp_path).get("queues", (), lambda: fold(plan()))
+    folded = KeptPlans(CONFIG, folder=tmp_path).get("queues", (), lambda: fold(plan()))
+    found: Queues = unfold(folded, plan)
+    assert isinstance(found, RowQueues)
+    before, after = encode_queues(plans[0]), encode_queues(found)
+    assert (before.words == after.words).all()
+    assert before.words.any()
+    assert before.lengths.tolist() == after.lengths.tolist() == [*map(len, plans[0].queues)]
+    assert after.has_barriers
+    assert len(found.queues) == 8
+    assert len(plans) == 1, "nothing was planned again"
+    assert tuple(found.queues) == plans[0].queues
+    assert len(plans) == 2
+    assert replace(found, queues=()) == replace(plans[0], queues=())
+
+
+def test_a_prompt_program_serves_prompts_of_other_sizes(
+    decode_plan: DecodePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lowered: list[int] = []
+
+    def lower(plan: DecodePlan, size: int, logits: str) -> object:
+        lowered.append(size)
+        return lower_prefill(plan, size, logits)
+
+    monkeypatch.setattr("distmega.engine.prefill.lower_prefill", lower)
+    for size in (128, 64, 128, 448):
+        kept, comm = KeptPlans(CONFIG, folder=tmp_path), SingleCommunicator(ALONE)
+        prefills = Prefills(decode_plan, Mock(), comm, torch.device("cuda"), kept)
+        host, proven = prefills._host_program(size, "none")
+        assert host == lower_prefill(decode_plan, size, "none")
+        assert proven
+    assert lowered == [128]
