@@ -46,7 +46,10 @@ def batch_spans(queues: BatchQueues, stamps: Stamps, rank: int) -> Iterator[Span
                 begin, ready, chosen, end, loaded = times
                 if not begin:
                     continue  # a sample from the logits of all ranks takes none
-                args = {"step": step, "task": describe_batch(queues, number, sm)}
+                args: dict[str, str | int] = {
+                    "step": step,
+                    "task": describe_batch(queues, number, sm),
+                }
                 yield _span(rank, sm, one.name, begin, end, args)
                 yield _span(rank, sm, "wait for all SMs", begin, ready, {})
                 if chosen:
