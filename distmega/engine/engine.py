@@ -684,9 +684,9 @@ class Engine:
             made.append(plan())
             return fold(made[0])
 
-        place = (team.team_rank, team.size) if team else (0, 1)
+        position = (team.team_rank, team.size) if team else (0, 1)
         peer_memory = self.decode_plan.peer_memory
-        folded = self._kept.get("queues", (peer_memory, place), make)
+        folded = self._kept.get("queues", (peer_memory, position), make)
         return made[0] if made else unfold(folded, plan)
 
     def _runner(self, kernel: Megakernel, options: EngineOptions) -> CpuMegakernel:

@@ -697,8 +697,8 @@ def linear_task(
             rows = rows_of_group(words, chosen, hit)
             factor, squares, best, best_row, it = group_task(
                 words, queue, number, memory, peers, x, eps, factor, alarm, first, group, end,
-                num_chunks, squares, best, best_row, red, ring, it, flag, rows, chosen, of_columns, EXPERTS, EPILOGUES,
-                CHOICE, RANKS, STAGES, WHOLE_SLICES, WIDE,
+                num_chunks, squares, best, best_row, red, ring, it, flag, rows, chosen, of_columns,
+                EXPERTS, EPILOGUES, CHOICE, RANKS, STAGES, WHOLE_SLICES, WIDE,
             )
             group = end
     for i in gl.static_range(NUM):
