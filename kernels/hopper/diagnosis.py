@@ -16,9 +16,11 @@ from distmega.kernels.hopper.batch_plan.words import (
     READY_WORDS,
     BatchAttention,
     BatchExperts,
+    BatchHeads,
     BatchNorm,
     BatchPointwise,
     BatchProduct,
+    BatchRows,
     BatchSample,
 )
 from distmega.kernels.hopper.plan.types import RowQueues
@@ -38,7 +40,14 @@ from distmega.kernels.hopper.row_plan.accesses import Write, last_row, reads, wr
 
 NAMED_DEBTORS = 3
 WITHOUT_ROWS = (
-    BatchAttention | BatchExperts | BatchNorm | BatchPointwise | BatchProduct | BatchSample
+    BatchAttention
+    | BatchExperts
+    | BatchHeads
+    | BatchNorm
+    | BatchPointwise
+    | BatchProduct
+    | BatchRows
+    | BatchSample
 )
 """Instructions that name no rows of an SM."""
 

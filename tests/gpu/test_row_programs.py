@@ -13,7 +13,16 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
 from tests.hostir.programs import run_program_in
 from tests.kernels.hopper.batch_plan.test_batch_pointwise import heads_normed, two_lookups
-from tests.kernels.row_programs import HEADS, PROGRAMS, attending, random_values
+from tests.kernels.row_programs import (
+    HEADS,
+    PROGRAMS,
+    PROMPTS,
+    SELF_ATTENTION,
+    attending,
+    attending_rows,
+    prompt,
+    random_values,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +46,8 @@ def check(program: Program) -> None:
     exact, half = (
         run_program_in(dtype, program, values) for dtype in (torch.float64, torch.bfloat16)
     )
-    for name, x in found.items():
+    states = {tensor.name: step.tensors[tensor.name] for tensor in program.with_role("state")}
+    for name, x in (found | states).items():
         if not x.is_floating_point():
             continue
         far, in_half = (
@@ -65,6 +75,26 @@ def test_rows_of_tables_and_norms_of_heads(program):
 @pytest.mark.parametrize("name", HEADS)
 def test_rows_of_decoders_with_other_heads(name):
     check(attending(rows=5, **HEADS[name]))
+
+
+@pytest.mark.parametrize("name", SELF_ATTENTION)
+def test_rows_that_see_each_other(name):
+    check(attending_rows(5, **SELF_ATTENTION[name]))
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(1, 64), (2, 128), (16, 256), (33, 64), (64, 128)])
+def test_any_rows_that_see_those_before(rows, dim):
+    check(attending_rows(rows, sees="position", dim=dim))
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_rows_of_one_cache(name):
+    check(prompt(4, **PROMPTS[name]))
+
+
+@pytest.mark.parametrize("rows", [2, 16, 40, 64])
+def test_any_rows_of_one_cache(rows):
+    check(prompt(rows, dim=128 if rows == 16 else 64, group=4))
 
 
 @pytest.mark.parametrize("rows", [3, 16])

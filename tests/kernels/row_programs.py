@@ -1,6 +1,7 @@
 """Programs of one row or more whose norms, softmax and sums follow no contraction, by name."""
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,8 @@ from distmega.program.ops.attention import biased_attention
 from distmega.program.types import Program
 
 HIDDEN, FFN, VOCAB, CONTEXT = 256, 512, 328, 160
+FIRST = 70
+"""Position of the first row of a prompt."""
 
 
 def matrix(p: ProgramBuilder, x: Handle, rows: int, name: str, *, bias: bool = False) -> Handle:
@@ -159,6 +162,133 @@ def attending(
     return p.build(p.argmax(logits, name="next"), x)
 
 
+def attending_rows(
+    rows: int,
+    *,
+    sees: str = "all",
+    kv_heads: int = 2,
+    group: int = 3,
+    dim: int = 24,
+    joined: bool = False,
+    softcap: float = 0.0,
+    window: int = 0,
+    mask: tuple[int, ...] = (),
+    given: str = "",
+    dtype: str = "bool",
+    turned: str = "",
+    leaves: bool = False,
+) -> Program:
+    """Rows that see each other, in no cache. sees: "all", those up to a "position", or what a mask
+    says, of which `mask` tells the heads, rows and keys that it has, and `given` that it comes with
+    each call. joined: queries, keys and values are one product. turned: "rope", or "norm" for norms
+    of heads before that. leaves: whether the result of attention leaves as it is, too.
+    """
+    p = ProgramBuilder("rows")
+    x, heads = p.input("x", (rows, HIDDEN), "bf16"), kv_heads * group
+    sizes = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+    if joined:
+        qkv, stops = matrix(p, x, sum(sizes.values()), "qkv"), [0]
+        for size in sizes.values():
+            stops.append(stops[-1] + size)
+        made = [p.slice(qkv, 1, *ends, view=True) for ends in pairwise(stops)]
+    else:
+        made = [matrix(p, x, size, name) for name, size in sizes.items()]
+    at = p.input("positions", (rows,), "i64") if turned or sees == "position" else None
+    made = [p.reshape(one, (rows, one.shape[1] // dim, dim), view=True) for one in made]
+    if turned and at is not None:
+        table = p.weight("angles", (CONTEXT, dim), "f32")
+        for i, name in enumerate("qk"):
+            one = rms(p, made[i], f"{name}_norm") if turned == "norm" else made[i]
+            made[i] = p.rope(one, at, table)
+    if sees == "position":
+        assert at is not None
+        q = p.reshape(made[0], (rows, kv_heads, group, dim), view=True)
+        k, v = (p.transpose(one, (1, 0, 2)) for one in made[1:])
+        mixed = p.attention(q, k, v, at, dim**-0.5, window=window, softcap=softcap)
+    else:
+        declared = p.input if given else p.weight
+        seen = declared("mask", (1, *mask), dtype) if mask else None
+        heads_first = [
+            p.reshape(p.transpose(one, (1, 0, 2), view=joined), (1, one.shape[1], rows, dim))
+            for one in made
+        ]
+        mixed = p.attend(*heads_first, seen, dim**-0.5, softcap, name="mixed")
+        if leaves:
+            return p.build(mixed)
+        mixed = p.transpose(mixed, (0, 2, 1, 3))
+    y = matrix(p, p.reshape(mixed, (rows, heads * dim), view=True), HIDDEN, "o")
+    return p.build(p.pointwise("a0 + a1", y, x, name="y"))
+
+
+SELF_ATTENTION: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+    "all": {}, "joined": {"joined": True, "dim": 64}, "positions": {"sees": "position"},
+    "window": {"sees": "position", "window": 2, "softcap": 0.5},
+    "mask of heads": {"mask": (6, 5, 5)}, "one mask": {"mask": (1, 5, 5), "dim": 136},
+    "mask of keys": {"mask": (1, 1, 5), "kv_heads": 1, "group": 9, "dim": 8},
+    "given mask": {"mask": (1, 5, 5), "given": "input"},
+    "added mask": {"mask": (6, 1, 5), "given": "input", "dtype": "f32"},
+    "rotated": {"turned": "rope", "dim": 64},
+    "normed": {"turned": "norm", "sees": "position", "dim": 96},
+    "leaves": {"leaves": True, "mask": (1, 5, 5), "given": "input"},
+})  # fmt: skip
+"""For `attending_rows` of 5 rows."""
+
+
+def prompt(
+    rows: int,
+    *,
+    kv_heads: int = 2,
+    group: int = 2,
+    dim: int = 64,
+    turned: str = "rope",
+    biased: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+    layers: int = 2,
+) -> Program:
+    """Rows of one sequence: tokens whose keys and values go into one cache before rows see them."""
+    p = ProgramBuilder("prompt")
+    ids, at = p.input("ids", (rows,), "i64"), p.input("positions", (rows,), "i64")
+    table = p.weight("angles", (CONTEXT, dim), "f32")
+    shapes = {"q": (kv_heads, group, dim), "k": (kv_heads, dim), "v": (kv_heads, dim)}
+    x = p.embedding(ids, p.weight("table", (VOCAB, HIDDEN), "bf16"), name="x")
+    for i in range(layers):
+        n, made = rms(p, x, f"n{i}"), {}
+        for name, shape in shapes.items():
+            axes = "h g d" if name == "q" else "h d"
+            weight = p.weight(f"{name}{i}.w", (*shape, HIDDEN), "bf16")
+            made[name] = p.linear(n, weight, spec=f"m k, {axes} k -> m {axes}")
+            if name != "v" and turned == "norm":
+                made[name] = rms(p, made[name], f"{name}{i}_norm")
+            if name != "v" and turned:
+                made[name] = p.rope(made[name], at, table)
+        caches = [p.state(f"{name}{i}_cache", (kv_heads, CONTEXT, dim), "bf16") for name in "kv"]
+        for cache, name in zip(caches, "kv", strict=True):
+            p.kv_append(cache, made[name], at)
+        if biased:
+            bias = p.weight(f"bias{i}", (CONTEXT, kv_heads, group), "f32")
+            mixed = p.op(biased_attention, made["q"], *caches, at, bias, scale=dim**-0.5)
+        else:
+            mixed = p.attention(made["q"], *caches, at, dim**-0.5, window=window, softcap=softcap)
+        y = p.linear(
+            mixed, p.weight(f"o{i}.w", (HIDDEN, *shapes["q"]), "bf16"),
+            spec="m h g d, k h g d -> m k",
+        )  # fmt: skip
+        x = p.pointwise("a0 + a1", x, y, name=f"x{i}")
+        n = rms(p, x, f"m{i}")
+        gate, up = (matrix(p, n, FFN, f"{name}{i}") for name in ("gate", "up"))
+        x = p.pointwise("a0 + a1", x, matrix(p, gate.map("silu(a0)") * up, HIDDEN, f"down{i}"))
+    logits = matrix(p, rms(p, x, "final"), VOCAB, "logits")
+    return p.build(p.argmax(logits, name="next"), logits, x)
+
+
+PROMPTS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+    "rope": {}, "norm": {"turned": "norm", "dim": 128, "kv_heads": 1, "group": 4},
+    "plain": {"turned": "", "dim": 24}, "biased": {"turned": "", "biased": True, "group": 5},
+    "window": {"window": 5, "dim": 96}, "softcap": {"softcap": 0.5, "dim": 256, "kv_heads": 1},
+})  # fmt: skip
+"""For `prompt`."""
+
 PROGRAMS: Mapping[str, Callable[[int], Program]] = MappingProxyType(
     {
         one.__name__: one
@@ -192,17 +322,25 @@ def random_values(program: Program, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     values: dict[str, Tensor] = {}
     contexts = {tensor.shape[-2] for tensor in program.with_role("state")} or {CONTEXT}
+    contexts |= {op.extents["t"] for op in program.ops if op.kind == "attention"}
+    states = program.with_role("state")
     tables = {tensor.shape[0] for tensor in program.with_role("weight") if tensor.name == "table"}
     for tensor in program.tensors:
         if tensor.role == "temp":
+            continue
+        if tensor.name == "positions" and any(len(one.shape) == 3 for one in states):
+            values[tensor.name] = FIRST + torch.arange(tensor.num_elements)
             continue
         if tensor.dtype == "i64":
             most = min(contexts) if tensor.name == "positions" else min(tables, default=VOCAB)
             values[tensor.name] = torch.randint(0, most, tensor.shape, generator=generator)
             continue
         x = torch.randn(tensor.shape, generator=generator)
+        if tensor.dtype == "bool":
+            values[tensor.name] = x < 0.4
+            continue
         if tensor.role == "weight":
             scaled = {1: 1 + 0.1 * x, 2: x * tensor.shape[-1] ** -0.5}
-            x = scaled.get(len(tensor.shape), x)
+            x = scaled.get(len(tensor.shape), x * HIDDEN**-0.5 if tensor.dtype == "bf16" else x)
         values[tensor.name] = x if tensor.dtype == "f32" else x.bfloat16()
     return values

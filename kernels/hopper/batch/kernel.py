@@ -27,6 +27,7 @@ from distmega.kernels.hopper.batch.bodies.linear import (
 from distmega.kernels.hopper.batch.bodies.norms import norm_task
 from distmega.kernels.hopper.batch.bodies.pointwise import pointwise_task
 from distmega.kernels.hopper.batch.bodies.products import product_task
+from distmega.kernels.hopper.batch.bodies.rows import heads_task, rows_task
 from distmega.kernels.hopper.batch.bodies.sample import sample_tokens
 from distmega.kernels.hopper.batch.device import signal_event, stamp, wait_event
 from distmega.kernels.hopper.batch.loader import loader
@@ -43,9 +44,11 @@ from distmega.kernels.hopper.batch_plan.fields import (
     OP_ATTENTION,
     OP_EMBED,
     OP_GATHER,
+    OP_HEADS,
     OP_NORM,
     OP_POINTWISE,
     OP_PRODUCT,
+    OP_ROWS,
     OP_SAMPLE,
     OPCODE,
     PARTIAL_EXTRA,
@@ -150,6 +153,7 @@ def compute(
     EPILOGUES: gl.constexpr = spec.epilogues
     FORMULAS: gl.constexpr = spec.formulas
     EXPERTS: gl.constexpr = spec.experts
+    ATTENDED: gl.constexpr = spec.row_attention
     CHOICE: gl.constexpr = spec.choice
     HEADS: gl.constexpr = spec.num_kv_heads * spec.num_parts
     LIMITED: gl.constexpr = CHOICE > SAMPLED and CHOICE < NO_CHOICE
@@ -210,6 +214,13 @@ def compute(
                 embed_task(
                     words, chosen, memory, peers, sm, flag, EPILOGUES, RANKS, ROWS, spec.wide_norms
                 )
+            elif ATTENDED is not None and words[OPCODE] == OP_HEADS:
+                heads_task(
+                    words, memory, state, batch, step, sm, num_sms, eps, ATTENDED, spec.wide_norms
+                )
+            elif ATTENDED is not None and words[OPCODE] == OP_ROWS:
+                rows_task(words, memory, state, batch, step, sm, num_sms, ATTENDED, ROWS)
+                ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             elif spec.normalises and words[OPCODE] == OP_NORM:
                 norm_task(
                     words, memory.numbers, memory.acts, memory.vectors, batch, sm, num_sms, eps,

@@ -89,9 +89,11 @@ class BatchRunner:
         unused = torch.zeros(16, device=device)
         self._rope = views[queues.rope_table] if queues.rope_table else unused
         self._embed = views[queues.embed] if queues.tokens else unused.bfloat16()
+        names = {one.tensor for one in queues.given}
+        self._given_weights = {name: view for name, view in views.items() if name in names}
         self._vectors = weights_arena.view(torch.bfloat16)
         self._shape = queues.attention or NO_ATTENTION
-        self._cache = state_arena.view(torch.bfloat16)
+        self._shared_cache = self._cache = state_arena.view(torch.bfloat16)
         if queues.attention is None:
             rows = CACHE_ROWS, self._shape.head_dim
             self._cache = torch.zeros(rows, dtype=torch.bfloat16, device=device)
@@ -141,13 +143,16 @@ class BatchRunner:
             self._embed = tensors[queues.embed]
         if queues.positions:
             self._set_positions(tensors[queues.positions])
+        self._set_given(tensors)
         self._set_sampling(tensors)
         self._run(1)
         for kept in queues.outputs:
             rows, first = queues.rows, kept.first * queues.rows // BATCH
             values = self._numbers[first : first + rows * kept.num]
-            out = tensors[kept.tensor].view(queues.batch, kept.num)
-            out.copy_(values.view(rows, kept.num)[: queues.batch])
+            found = values.view(rows, kept.heads, -1)[: queues.batch]
+            out = tensors[kept.tensor]
+            steps = kept.steps or (kept.num, found.shape[2])
+            out.as_strided(found.shape, (*steps, 1)).copy_(found)
         if queues.token:
             tensors[queues.token].copy_(self._tokens[0, : queues.batch])
         if queues.logits in self.segment.outputs:
@@ -229,6 +234,16 @@ class BatchRunner:
         first_id = 0 if self.queues.gathers else self.queues.first_id
         self._best_rows[: len(tokens), 0] = (tokens - first_id).to(torch.int32)
 
+    def _set_given(self, tensors: Mapping[str, Tensor]) -> None:
+        for given in self.queues.given:
+            value = self._given_weights.get(given.tensor)
+            value = tensors[given.tensor] if value is None else value
+            numbers = self._numbers[given.first : given.first + value.numel()].view(value.shape)
+            if value.dtype == torch.bool:
+                numbers.zero_().masked_fill_(~value, -math.inf)
+            else:
+                numbers.copy_(value)
+
     def _set_positions(self, positions: Tensor) -> None:
         first = STATE_POSITIONS
         self._state[first : first + len(positions)] = positions.to(torch.int32)
@@ -272,7 +287,7 @@ class BatchRunner:
                 arrivals=self._arrivals,
                 vectors=self._vectors,
                 embed=self._embed,
-                cache=self._cache,
+                cache=self._cache if queues.row_attention is None else self._shared_cache,
                 rope=self._rope,
             ),
             queues.eps,
@@ -310,6 +325,7 @@ class BatchRunner:
             experts=queues.experts,
             biased=self._shape.biased,
             rows=queues.rows,
+            row_attention=queues.row_attention,
         )
         return launcher_of(kernel.decode_batch, len(queues.queues), spec)
 

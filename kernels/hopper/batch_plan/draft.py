@@ -11,6 +11,7 @@ from distmega.kernels.hopper.batch_plan.experts import NUM_ZERO_CHUNKS, batch_ex
 from distmega.kernels.hopper.batch_plan.types import (
     BatchEpilogue,
     BatchFormula,
+    Given,
     first_word,
     is_limited,
 )
@@ -44,6 +45,7 @@ from distmega.kernels.tasks.fuse import (
     FusedGather,
     FusedPointwise,
     FusedRouting,
+    FusedRowAttention,
     InputNorm,
 )
 from distmega.program.types import Program
@@ -55,8 +57,10 @@ FOREVER = 2**30
 
 Form = tuple[str, InputNorm | None]
 """A tensor as linears take it: after a norm, or as it is."""
-Maker = FusedContraction | FusedAttention | FusedPointwise | FusedGather
+Maker = FusedContraction | FusedAttention | FusedRowAttention | FusedPointwise | FusedGather
 """What gives a tensor of rows."""
+OTHER_MAKERS = FusedAttention | FusedRowAttention | FusedPointwise | FusedGather
+"""All but contractions, which give several."""
 
 
 def taken_by(op: Fused) -> tuple[str, ...]:
@@ -66,6 +70,8 @@ def taken_by(op: Fused) -> tuple[str, ...]:
             return (op.x, *op.operands) if op.x else op.operands
         case FusedAttention():
             return op.q, op.k, op.v
+        case FusedRowAttention():
+            return tuple(dict.fromkeys(one.tensor for one in (op.q, op.k, op.v)))
         case FusedRouting():
             return (op.scores,)
         case FusedGather():
@@ -139,6 +145,8 @@ class BatchDraft:
     formulas: list[BatchFormula] = field(default_factory=list)
     tables: Mapping[str, FusedEmbedding] = field(default_factory=dict)
     """Embeddings besides the one whose rows come in, by what they give."""
+    given: dict[str, Given] = field(default_factory=dict)
+    """What the runner writes before each launch, by tensor."""
     positions: str = ""
     wide_norms: bool = False
     num_ranks: int = 1
@@ -231,13 +239,13 @@ class BatchDraft:
                 self.makers |= dict.fromkeys(op.outs, op)
                 if op.normed:
                     self.normed[op.x, op.norm] = op.normed
-            elif isinstance(op, FusedAttention | FusedPointwise | FusedGather):
+            elif isinstance(op, OTHER_MAKERS):
                 self.makers[op.out] = op
         for now, op in enumerate(self.fused):
             if isinstance(op, FusedContraction):
                 self.forms.setdefault(op.x, {})[op.norm] = now
                 self.taken |= dict.fromkeys(op.operands, now)
-            elif isinstance(op, FusedAttention | FusedPointwise | FusedGather):
+            elif isinstance(op, OTHER_MAKERS):
                 numbers = [name for name in taken_by(op) if name not in self.tables]
                 self.taken |= dict.fromkeys(numbers, now)
         for now, scores in self.scores_taken():
@@ -319,11 +327,12 @@ class BatchDraft:
             for op in self.fused
             if isinstance(op, FusedContraction) and self.is_made_apart(op.x, op.norm)
         }
-        kinds = FusedContraction | FusedAttention | FusedPointwise | FusedGather
+        kinds = FusedContraction | OTHER_MAKERS
         ops = [op for op in self.fused if isinstance(op, kinds)]
         samples = self.choice is not None and is_limited(self.choice.sampler)
         products = [op for op in ops if isinstance(op, FusedContraction)] if self.splits else []
-        return 1 + len(ops) + len(made) + len(products) + int(samples)
+        prepared = [op for op in ops if isinstance(op, FusedRowAttention) and op.prepares]
+        return 1 + sum(map(len, (ops, made, products, prepared))) + int(samples)
 
     def parts_name(self, number: int) -> str:
         """The buffer of a sum: of two in turn, or its own for a last one before another step."""

@@ -12,12 +12,14 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchExperts,
     BatchGather,
     BatchHead,
+    BatchHeads,
     BatchInstruction,
     BatchLinear,
     BatchNorm,
     BatchOpcode,
     BatchPointwise,
     BatchProduct,
+    BatchRows,
 )
 from distmega.kernels.hopper.plan import types, words
 
@@ -78,6 +80,8 @@ OP_NORM = gl.constexpr(int(BatchOpcode.NORM))
 OP_GATHER = gl.constexpr(int(BatchOpcode.GATHER))
 OP_POINTWISE = gl.constexpr(int(BatchOpcode.POINTWISE))
 OP_PRODUCT = gl.constexpr(int(BatchOpcode.PRODUCT))
+OP_ROWS = gl.constexpr(int(BatchOpcode.ROWS))
+OP_HEADS = gl.constexpr(int(BatchOpcode.HEADS))
 
 OPCODE = _word(BatchLinear, "opcode")
 NUM_ROWS = _word(BatchLinear, "num_rows")
@@ -126,6 +130,27 @@ ATT_WINDOW = _word(BatchAttention, "window")
 ATT_Q_NORM = _word(BatchAttention, "q_norm")
 ATT_K_NORM = _word(BatchAttention, "k_norm")
 ATT_TABLE = _word(BatchAttention, "table")
+ROWS_SCALE = _word(BatchRows, "scale_bits")
+ROWS_SEES = _word(BatchRows, "sees")
+ROWS_NUM_KEYS = _word(BatchRows, "num_keys")
+ROWS_KEEP = _word(BatchRows, "keep")
+ROWS_K_SRC = _word(BatchRows, "k_src")
+ROWS_K_ROWS = _word(BatchRows, "k_rows")
+ROWS_V_SRC = _word(BatchRows, "v_src")
+ROWS_V_ROWS = _word(BatchRows, "v_rows")
+ROWS_MASK = _word(BatchRows, "mask")
+ROWS_HEAD_STEP = _word(BatchRows, "head_step")
+ROWS_ROW_STEP = _word(BatchRows, "row_step")
+ROWS_KEY_STEP = _word(BatchRows, "key_step")
+HEADS_NUM_KEYS = _word(BatchHeads, "num_keys")
+HEADS_K_SRC = _word(BatchHeads, "k_src")
+HEADS_K_ROWS = _word(BatchHeads, "k_rows")
+HEADS_V_SRC = _word(BatchHeads, "v_src")
+HEADS_V_ROWS = _word(BatchHeads, "v_rows")
+HEADS_K_DST = _word(BatchHeads, "k_dst")
+HEADS_V_DST = _word(BatchHeads, "v_dst")
+HEADS_Q_NORM = _word(BatchHeads, "q_norm")
+HEADS_K_NORM = _word(BatchHeads, "k_norm")
 NORM_WEIGHT = _word(BatchNorm, "weight")
 NORM_BIAS = _word(BatchNorm, "bias")
 NORM_KEEP = _word(BatchNorm, "keep")

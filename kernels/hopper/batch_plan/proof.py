@@ -38,11 +38,13 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchExperts,
     BatchGather,
     BatchHead,
+    BatchHeads,
     BatchInstruction,
     BatchLinear,
     BatchNorm,
     BatchPointwise,
     BatchProduct,
+    BatchRows,
     BatchSample,
     sm_of_step,
 )
@@ -55,6 +57,7 @@ from distmega.kernels.tasks.fuse import (
     FusedGather,
     FusedPointwise,
     FusedRouting,
+    FusedRowAttention,
     InputNorm,
 )
 
@@ -64,7 +67,7 @@ CHUNK = TILE_K * BATCH
 
 Memory = str
 """Of "x", in chunks of activations; "kept", in blocks of numbers; "squares"; "parts", of products;
-"exchanged" words.
+"exchanged" words; "cached" rows, of which the first stands for all of a cache.
 """
 Content = tuple[str, InputNorm | None, bool]
 """A tensor, its norm, and whether that lacks its factor."""
@@ -231,6 +234,9 @@ class _BatchProof:
                 for at, (first, name) in enumerate(sources):
                     rows = shape.head_dim * (shape.num_kv_heads if at else shape.num_heads)
                     yield _Access("kept", _blocks(first, rows), self.exactly(name))
+            case BatchHeads() | BatchRows():
+                assert isinstance(op, FusedRowAttention)
+                yield from self.heads_read(one, op)
             case BatchGather():
                 assert isinstance(op, FusedGather)
                 yield _Access("kept", _blocks(one.src, one.num_columns), self.exactly(op.x))
@@ -247,6 +253,38 @@ class _BatchProof:
                     yield _Access("kept", span, self.exactly(name), own=True)
             case BatchEmbed() | BatchSample():
                 return
+
+    def heads_read(self, one: BatchHeads | BatchRows, op: FusedRowAttention) -> Iterator[_Access]:
+        """Rows of contractions, or, once they are prepared, heads alone."""
+        names = [self.exactly(heads.tensor) for heads in (op.q, op.k, op.v)]
+        firsts = [heads.first for heads in (op.q, op.k, op.v)]
+        if op.prepares and isinstance(one, BatchRows):
+            yield _Access("kept", self.numbers(one.src, one.num_rows), _prepared(op, "q"))
+            if op.k_cache:
+                for name, row in ((op.k_cache, one.k_src), (op.v_cache, one.v_src)):
+                    yield _Access("cached", range(row, row + 1), (name, None, False))
+                return
+            yield _Access("kept", self.numbers(one.k_src, one.k_rows), _prepared(op, "k"))
+            rows = [(one.v_src, one.v_rows)]
+        else:
+            rows = [(one.src, one.num_rows), (one.k_src, one.k_rows), (one.v_src, one.v_rows)]
+        behind = len(names) - len(rows)
+        for (start, num), content, first in zip(rows, names[behind:], firsts[behind:], strict=True):
+            yield _Access("kept", self.numbers(start - first, num), content)
+
+    def heads_written(self, one: BatchHeads, op: FusedRowAttention) -> Iterator[_Access]:
+        width = op.num_heads * op.head_dim
+        yield _Access("kept", self.numbers(one.dst, width), _prepared(op, "q"))
+        if op.k_cache:
+            for name, row in ((op.k_cache, one.k_dst), (op.v_cache, one.v_dst)):
+                yield _Access("cached", range(row, row + 1), (name, None, False))
+        else:
+            width = op.num_kv_heads * op.head_dim
+            yield _Access("kept", self.numbers(one.k_dst, width), _prepared(op, "k"))
+
+    def numbers(self, first: int, rows: int) -> range:
+        """Blocks of the numbers from `first` on, as the kernel computes rows."""
+        return _blocks(first // self.queues.rows * BATCH, rows)
 
     def scores_of(self, op: FusedContraction) -> str:
         """The scores that the experts of a contraction are chosen from."""
@@ -296,6 +334,16 @@ class _BatchProof:
                 assert shape is not None
                 width = shape.num_heads * shape.head_dim
                 yield _Access("x", _chunks(one.dst, width), (op.out, None, False))
+            case BatchHeads():
+                assert isinstance(op, FusedRowAttention)
+                yield from self.heads_written(one, op)
+            case BatchRows():
+                assert isinstance(op, FusedRowAttention)
+                width, content = op.num_heads * op.head_dim, (op.out, None, False)
+                if one.dst != NOTHING:
+                    yield _Access("x", _chunks(one.dst, width), content)
+                if one.keep != NOTHING:
+                    yield _Access("kept", self.numbers(one.keep, width), content)
             case BatchNorm():
                 assert isinstance(op, FusedContraction)
                 yield _Access("x", _chunks(one.dst, one.num_rows), (op.x, op.norm, False))
@@ -405,6 +453,11 @@ def _common(one: BatchInstruction) -> tuple[object, ...]:
                 one.packed, one.most_parts,
             )  # fmt: skip
     return (one,)
+
+
+def _prepared(op: FusedRowAttention, heads: str) -> Content:
+    """Heads of queries or keys that an instruction of their own has made."""
+    return f"{op.name} {heads}", None, False
 
 
 def _meet(a: range, b: range) -> bool:

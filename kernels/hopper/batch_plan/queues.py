@@ -46,6 +46,11 @@ from distmega.kernels.hopper.batch_plan.results import (
     position_squares,
     take_chunks,
 )
+from distmega.kernels.hopper.batch_plan.row_attention import (
+    add_given,
+    add_row_attention,
+    row_attention_shape,
+)
 from distmega.kernels.hopper.batch_plan.types import (
     BatchEpilogues,
     BatchFormulas,
@@ -69,6 +74,7 @@ from distmega.kernels.tasks.fuse import (
     FusedContraction,
     FusedGather,
     FusedPointwise,
+    FusedRowAttention,
     WeightStream,
     first_that_fits,
 )
@@ -135,6 +141,7 @@ def fill_queues(draft: BatchDraft) -> BatchQueues:
     draft.epilogues = find_epilogues(draft)
     draft.queues = [[] for _ in range(draft.num_sms)]
     draft.reserve()
+    add_given(draft)
     add_entry(draft)
     for now, op in enumerate(draft.fused):
         match op:
@@ -144,6 +151,8 @@ def fill_queues(draft: BatchDraft) -> BatchQueues:
                 add_contraction(draft, now, op)
             case FusedAttention():
                 add_attention(draft, now, op)
+            case FusedRowAttention():
+                add_row_attention(draft, now, op)
             case FusedPointwise():
                 add_pointwise(draft, now, op)
             case FusedGather():
@@ -151,7 +160,7 @@ def fill_queues(draft: BatchDraft) -> BatchQueues:
             case FusedChoice() if is_limited(op.sampler):
                 add_sample(draft, op)
     head = draft.choice
-    attention = next((op for op in draft.fused if isinstance(op, FusedAttention)), None)
+    attended = [op for op in draft.fused if isinstance(op, FusedAttention | FusedRowAttention)]
     first_id = draft.team_rank * draft.vocab
     return BatchQueues(
         num_ranks=draft.num_ranks,
@@ -178,12 +187,14 @@ def fill_queues(draft: BatchDraft) -> BatchQueues:
         num_tokens=head.vocab if head else 0,
         buffers=tuple(draft.buffers),
         embed=draft.embedding.table if draft.embedding else draft.entry,
-        rope_table=attention.table if attention else "",
+        rope_table=next((op.table for op in attended if op.table), ""),
         tokens=draft.embedding.ids if draft.embedding else "",
         positions=draft.positions,
         token=head.token if head else "",
         logits=head.logits if head else "",
         experts=draft.experts,
+        row_attention=row_attention_shape(draft),
+        given=tuple(draft.given.values()),
     )
 
 

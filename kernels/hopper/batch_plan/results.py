@@ -14,7 +14,13 @@ from distmega.kernels.hopper.plan.matrices import tiles_k
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED
 from distmega.kernels.hopper.plan.types import Kept, unfit
 from distmega.kernels.hopper.plan.words import MAX_EPILOGUES
-from distmega.kernels.tasks.fuse import IDENTITY, FusedContraction, FusedGather, FusedPointwise
+from distmega.kernels.tasks.fuse import (
+    IDENTITY,
+    FusedContraction,
+    FusedGather,
+    FusedPointwise,
+    FusedRowAttention,
+)
 
 
 def position_squares(draft: BatchDraft) -> None:
@@ -163,5 +169,10 @@ def kept_outputs(draft: BatchDraft) -> tuple[Kept, ...]:
             continue
         if name not in draft.number_of:
             raise unfit(f"output {name!r}, which no op keeps")
-        found.append(Kept(tensor=name, first=draft.number_of[name], num=draft.elements(name)))
+        first, num, op = draft.number_of[name], draft.elements(name), draft.makers.get(name)
+        if isinstance(op, FusedRowAttention) and op.out_steps:
+            heads, steps = op.num_heads, op.out_steps
+            found.append(Kept(tensor=name, first=first, num=num, heads=heads, steps=steps))
+        else:
+            found.append(Kept(tensor=name, first=first, num=num))
     return tuple(found)

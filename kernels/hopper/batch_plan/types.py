@@ -91,6 +91,33 @@ class BatchFormulas:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowAttentionShape:
+    """Extents that all attention of a segment over rows of the same step shares. cached: whether
+    keys and values lie in a cache, those of this step too; normed, rotated: whether queries and
+    keys are first. masked: whether scores get a mask; softcap: as of AttentionShape.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    softcap: float
+    cached: bool
+    normed: bool
+    rotated: bool
+    masked: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the runner writes as float32 numbers from `first` on before each launch: all elements of
+    a tensor, in order; of a bool 0 where it is true and -inf elsewhere.
+    """
+
+    tensor: str
+    first: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchQueues:
     """Instructions of every SM, equally many, for `batch` rows on one of num_ranks ranks.
 
@@ -100,9 +127,9 @@ class BatchQueues:
     are not the most likely. head_rows: of an SM, at most. vocab: rows of this rank's part of the
     head, 0 without one, of which logit_rows are tokens, from first_id on, of all num_tokens.
     buffers: what ranks exchange, which lies behind the events. experts: extents of experts, if
-    there are some. embed: the table that `tokens` look
-    up or, without tokens, the input. Names: tensors that the runner binds, "" where the segment has
-    none.
+    there are some; row_attention: of attention over rows of the same step. given: numbers that the
+    runner writes. embed: the table that `tokens` look up or, without tokens, the input. Names:
+    tensors that the runner binds, "" where the segment has none.
     """
 
     num_ranks: int
@@ -133,6 +160,8 @@ class BatchQueues:
     token: str
     logits: str
     experts: ExpertShape | None = None
+    row_attention: RowAttentionShape | None = None
+    given: tuple[Given, ...] = ()
 
     @property
     def rows(self) -> int:

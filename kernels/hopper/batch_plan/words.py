@@ -103,6 +103,8 @@ class BatchOpcode(IntEnum):
     GATHER = 20
     POINTWISE = 22
     PRODUCT = 23
+    ROWS = 24
+    HEADS = 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,6 +375,71 @@ class BatchAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchHeads:
+    """Heads of rows as a BatchRows takes them, after norms and rotation, a row and head an SM at a
+    time: those of queries, then of keys and values.
+
+    src, k_src, v_src, num_rows, k_rows, v_rows: as of BatchRows without a cache. dst, k_dst: first
+    of the numbers that queries, and keys, become, rows of whole heads; of a cache its row for
+    position 0 of the first key head, and v_dst likewise, num_keys rows from a head to the next.
+    NOTHING where they stay what and where they are. q_norm, k_norm: weights, or NOTHING.
+    """
+
+    name: str
+    num_rows: int
+    src: int
+    k_src: int
+    k_rows: int
+    v_src: int
+    v_rows: int
+    num_keys: int
+    dst: int = NOTHING
+    k_dst: int = NOTHING
+    v_dst: int = NOTHING
+    q_norm: int = NOTHING
+    k_norm: int = NOTHING
+    opcode: BatchOpcode = BatchOpcode.HEADS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRows:
+    """Attention of rows over num_keys keys: SM i takes every num_sms-th of the query heads of 16
+    rows from number i on.
+
+    src, k_src, v_src: the float32 number that the first row's query, key and value heads begin
+    with, as the kernel computes rows; num_rows, k_rows, v_rows: from one row to the next. Of a
+    cache k_src and v_src are its row for position 0 of the first head. dst: first element of the
+    output in the activations, NOTHING where no linear takes it; keep: the number that it begins
+    with where others take it, or NOTHING. sees: 0 where each row sees all keys, else how many
+    positions it sees, up to its own. mask: what scores get begins with this number, or NOTHING;
+    steps between those of heads, rows and keys.
+    """
+
+    name: str
+    num_rows: int
+    src: int
+    k_src: int
+    k_rows: int
+    v_src: int
+    v_rows: int
+    num_keys: int
+    scale: float
+    dst: int = NOTHING
+    keep: int = NOTHING
+    sees: int = 0
+    mask: int = NOTHING
+    head_step: int = 0
+    row_step: int = 0
+    key_step: int = 0
+    opcode: BatchOpcode = BatchOpcode.ROWS
+
+    @property
+    def scale_bits(self) -> int:
+        """scale as float32."""
+        return bits_of(self.scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchNorm:
     """Rows that linears take in another form than their writer gives them: SM b makes that of
     sequence b, from the num_rows numbers of each from src on, into the activations from element dst
@@ -436,6 +503,8 @@ BatchInstruction = (
     | BatchHead
     | BatchSample
     | BatchAttention
+    | BatchHeads
+    | BatchRows
     | BatchNorm
     | BatchPointwise
 )
@@ -475,6 +544,15 @@ FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
     BatchAttention: {
         "opcode": 0, "k_row": 2, "v_row": 4, "src": 5, "window": 6, "q_norm": 8, "k_norm": 9,
         "dst": 10, "k_src": 11, "v_src": 12, "num_rows": 13, "table": 14,
+    },
+    BatchHeads: {
+        "opcode": 0, "q_norm": 1, "k_norm": 2, "num_keys": 3, "src": 5, "k_src": 6, "v_src": 7,
+        "k_rows": 8, "v_rows": 9, "dst": 10, "k_dst": 11, "v_dst": 12, "num_rows": 13,
+    },
+    BatchRows: {
+        "opcode": 0, "scale_bits": 1, "sees": 2, "num_keys": 3, "keep": 4, "src": 5, "k_src": 6,
+        "v_src": 7, "k_rows": 8, "v_rows": 9, "dst": 10, "mask": 11, "head_step": 12,
+        "num_rows": 13, "row_step": 14, "key_step": 15,
     },
     BatchNorm: {
         "opcode": 0, "src": 5, "kind": 6, "weight": 7, "bias": 9, "dst": 10, "num_rows": 13,

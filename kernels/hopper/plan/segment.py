@@ -17,6 +17,7 @@ from distmega.kernels.tasks.fuse import (
     FusedContraction,
     FusedEmbedding,
     FusedPointwise,
+    FusedRowAttention,
     FusedSample,
     attention_extents,
     norms_of,
@@ -52,7 +53,7 @@ def find_agreement(
 ) -> Agreement:
     """What all ops share. max_rows, head_dims: what the kernel takes."""
     _require_given(segment, fused)
-    positions = next((op.positions for op in fused if isinstance(op, FusedAttention)), "")
+    positions = _find_positions(fused)
     entries = _given_rows(segment, fused)
     embedding, tables = _find_tables(fused, positions, comes_in=not entries)
     entry = _find_entry(entries, embedding)
@@ -73,6 +74,15 @@ def find_agreement(
         positions=positions,
         eps=_eps(fused),
     )
+
+
+def _find_positions(fused: Sequence[Fused]) -> str:
+    """The positions of attention, "" without any."""
+    attended = [op for op in fused if isinstance(op, FusedAttention | FusedRowAttention)]
+    found = dict.fromkeys(op.positions for op in attended if op.positions)
+    if len(found) > 1 and any(isinstance(op, FusedRowAttention) for op in attended):
+        raise unfit(f"attention at several of {sorted(found)}")
+    return next(iter(found), "")
 
 
 def _require_given(segment: Program, fused: Sequence[Fused]) -> None:
@@ -102,6 +112,9 @@ def _given_to(op: Fused) -> dict[Role, tuple[str, ...]]:
             inputs = (op.ids,)
         case FusedAttention():
             weights += [op.table, op.bias]
+            inputs = (op.positions,)
+        case FusedRowAttention():
+            weights.append(op.table)
             inputs = (op.positions,)
         case FusedChoice(sampler=FusedSample() as sampler):
             inputs = sampler.sampling, sampler.seeds, sampler.positions

@@ -33,6 +33,7 @@ from distmega.kernels.tasks.fuse import (
     FusedEmbedding,
     FusedGather,
     FusedPointwise,
+    FusedRowAttention,
     Shown,
 )
 from distmega.kernels.tasks.graph import Mode
@@ -114,6 +115,9 @@ class RowDraft:
         found = find_agreement(self.segment, self.fused, max_rows=1, head_dims=HEAD_DIMS)
         self.num_ranks, self.embedding, self.entry = found.num_ranks, found.embedding, found.entry
         self.choice, self.attention, self.eps = found.choice, found.attention, found.eps
+        for op in self.fused:
+            if isinstance(op, FusedRowAttention):
+                raise unfit(f"{op.name!r}, attention of one row over itself")
         self.experts = expert_shape(self.fused, self.weights)
         if self.experts and not self.experts.has_all:
             raise unfit("one row of whole experts a rank")

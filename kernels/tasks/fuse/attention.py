@@ -1,6 +1,6 @@
 """Attention with the rotations, norms and appends in front of it.
 
-Next on the walk: choice.py.
+Next on the walk: row_attention.py.
 """
 
 from distmega.kernels.tasks.fuse.state import Fusion, does_not_fuse, norm_of, num_reduced, out_of
@@ -89,8 +89,3 @@ def append_to(fusion: Fusion, attention: Op, cache: str) -> Op:
     if len(op.reads) > 2:  # says of each row whose cache it is
         raise does_not_fuse(op)
     return op
-
-
-def attends_to_caches(op: Op) -> bool:
-    """Whether it mixes cached values, those that the position of each row sees."""
-    return kind_of(op).mixes_values and kind_of(op).reads_positions

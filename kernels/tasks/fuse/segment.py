@@ -11,6 +11,7 @@ structure of ops and at who uses their results, never at names and never at one 
 - contractions of the same x whose results leave as they are stand side by side in one;
 - a sum over ranks, and the choice of a token, join the contraction before them;
 - rotations, the norms before them and appends to caches join the attention that they serve;
+- attention over keys and values of the same rows takes in what turns heads and rows around;
 - a gather of columns over ranks is a fused op of its own;
 - experts: the choice of them is a fused op, their first matrices with what joins them one
   contraction whose rows lie where the choice says, their last ones one whose columns do; what an
@@ -27,10 +28,11 @@ from itertools import product
 from typing import TypeVar
 
 from distmega.errors import UnsupportedError
-from distmega.kernels.tasks.fuse.attention import attends_to_caches, fuse_attention
+from distmega.kernels.tasks.fuse.attention import fuse_attention
 from distmega.kernels.tasks.fuse.choice import fuse_choice
 from distmega.kernels.tasks.fuse.experts import fuse_expert_rows, fuse_expert_sum, fuse_routing
 from distmega.kernels.tasks.fuse.products import fuse_chain, fuse_linear
+from distmega.kernels.tasks.fuse.row_attention import attends_to_rows, fuse_row_attention
 from distmega.kernels.tasks.fuse.rows import fuse_norm
 from distmega.kernels.tasks.fuse.state import (
     MAX_STREAMS,
@@ -138,9 +140,15 @@ def fuse_gather(fusion: Fusion, op: Op) -> Fused:
     )
 
 
+def fuse_mixed_values(fusion: Fusion, op: Op) -> Fused:
+    """Attention over caches, or over rows of the same step."""
+    fuse = fuse_row_attention if attends_to_rows(fusion, op) else fuse_attention
+    return fuse(fusion, op)
+
+
 RULES: tuple[tuple[Callable[[Op], bool], Callable[[Fusion, Op], Fused]], ...] = (
     (lambda op: kind_of(op).looks_up_rows, fuse_embedding),
-    (attends_to_caches, fuse_attention),
+    (lambda op: kind_of(op).mixes_values, fuse_mixed_values),
     (lambda op: op.kind in CHOICES, fuse_choice),
     (lambda op: op.kind == "route", fuse_routing),
     (lambda op: op.kind == "gather_rows", fuse_expert_rows),

@@ -142,11 +142,10 @@ def num_reduced(op: Op) -> int:
 
 
 def does_not_fuse(op: Op) -> UnsupportedError:
-    why = ": its keys and values are of this step, in no cache" if op.kind == "attend" else ""
     return UnsupportedError(
-        f"op {op.name!r} of kind {op.kind} does not fuse{why}",
+        f"op {op.name!r} of kind {op.kind} does not fuse",
         expected="contractions with norms before and pointwise ops behind them, norms, softmax and "
-        "pointwise ops of rows, attention with a cache, embeddings, gathers of columns over ranks, "
+        "pointwise ops of rows, attention, embeddings, gathers of columns over ranks, "
         "the choice of a token",
         remedy="run the segment by library ops",
     )

@@ -128,6 +128,57 @@ class FusedAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsOfRows:
+    """Heads side by side in rows of a tensor, from element `first` of each row on."""
+
+    tensor: str
+    first: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedRowAttention:
+    """Attention of rows over keys and values of the same rows, or over one cache that rows share:
+    q [m, heads, d] over k and v [t, kv heads, d], out [m, heads, d].
+
+    q and k are normalised and rotated first, at `positions`, where there are norms and a table.
+    k_cache, v_cache: "", or [kv heads, t, d], to which k and v are appended at `positions` before
+    any row sees them. causal: whether row m sees keys t <= positions[m] alone, and t > positions[m]
+    - window where window > 0. mask: "", or what scores get, a bool, which says what may be seen, or
+    floats, which are added: that of a head, row and key lies by `mask_steps` elements of each from
+    its first one. softcap: as of FusedAttention. out_steps: None where out is rows; else it only
+    leaves the segment, and these are the elements from one row, and from one head, to the next.
+    """
+
+    name: str
+    q: HeadsOfRows
+    k: HeadsOfRows
+    v: HeadsOfRows
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_keys: int
+    scale: float
+    out: str
+    out_steps: tuple[int, int] | None = None
+    q_norm: InputNorm | None = None
+    k_norm: InputNorm | None = None
+    positions: str = ""
+    table: str = ""
+    k_cache: str = ""
+    v_cache: str = ""
+    causal: bool = False
+    window: int = 0
+    mask: str = ""
+    mask_steps: tuple[int, int, int] = (0, 0, 0)
+    softcap: float = 0.0
+
+    @property
+    def prepares(self) -> bool:
+        """Whether heads change, or are stored in a cache, before rows see them."""
+        return bool(self.table or self.q_norm or self.k_cache)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FusedPointwise:
     """out = formula(x after its norm, operands), all of as many elements; without x, x is "", norm
     is None and the formula takes the operands alone. length: elements that are normalised together.
@@ -190,6 +241,7 @@ Fused = (
     | FusedRouting
     | FusedEmbedding
     | FusedAttention
+    | FusedRowAttention
     | FusedPointwise
     | FusedGather
     | FusedChoice
@@ -198,7 +250,7 @@ Fused = (
 
 def norms_of(op: Fused) -> list[InputNorm]:
     """All norms of a fused op."""
-    if isinstance(op, FusedAttention):
+    if isinstance(op, FusedAttention | FusedRowAttention):
         return [norm for norm in (op.q_norm, op.k_norm) if norm]
     norm = getattr(op, "norm", None)
     return [norm] if isinstance(norm, InputNorm) else []

@@ -2,7 +2,8 @@
 
 In: an SM and an instruction. Out: activations, numbers, squares, logits, what ranks push. Each
 mirrors a body of the kernel (batch/bodies/linear.py, batch/bodies/norms.py, batch/team.py).
-Attention and samples are not here. Next on the walk: kernel.py.
+Attention
+over a cache of each row and samples are not here. Next on the walk: rows.py.
 """
 
 from collections.abc import Generator, Sequence

@@ -1,7 +1,8 @@
 """The kernel of 2 to 16 rows on emulated GPUs, as one_row/kernel.py has that of one row.
 
 In: queues of every rank as build_batch_queues gives them, the arena of weights, launches. Out: what
-each launch leaves on each rank, or a CheckError. Programs without attention and samples. Next on
+each launch leaves on each rank, or a CheckError. Programs without samples and
+attention over a cache of each row. Next on
 the walk: bodies.py.
 """
 
@@ -28,10 +29,12 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchExperts,
     BatchGather,
     BatchHead,
+    BatchHeads,
     BatchLinear,
     BatchNorm,
     BatchPointwise,
     BatchProduct,
+    BatchRows,
 )
 from distmega.kernels.hopper.emulator.batch.bodies import (
     embed,
@@ -43,27 +46,31 @@ from distmega.kernels.hopper.emulator.batch.bodies import (
 )
 from distmega.kernels.hopper.emulator.batch.experts import groups_of, route, tiles_of
 from distmega.kernels.hopper.emulator.batch.pointwise import pointwise
+from distmega.kernels.hopper.emulator.batch.rows import attend_rows, prepare_heads
 from distmega.kernels.hopper.emulator.batch.sm import BatchGpu, BatchSm, Event
 from distmega.kernels.hopper.emulator.interleaving import RAN, Interleaving, Key, Steps
 from distmega.kernels.hopper.emulator.memory import FlaggedWords, PlainData
 from distmega.kernels.hopper.emulator.numbers import Floats, numbers_of
 from distmega.kernels.hopper.emulator.sm import GARBAGE, SPARE
 from distmega.kernels.hopper.emulator.team import Agents, launch, run_hosts
+from distmega.kernels.hopper.plan.types import Kept
 from distmega.kernels.hopper.plan.words import MAX_SMS, SLICE_K, TILE_K
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
 
 NUM_SLOTS, AHEAD = 12, 4
 """Of a ring, and loads under way."""
+NO_STATES = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchArenas:
-    """A rank's queues and weights: uint8, as the layout describes."""
+    """A rank's queues, weights and states: uint8, as layouts describe."""
 
     queues: BatchQueues
     weights: ArenaLayout
     weights_arena: Tensor
+    state_arena: Tensor = NO_STATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +143,12 @@ def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> Ba
         order=order,
         elements=elements,
         floats=one.weights_arena.view(torch.float32).numpy(),
+        given={each.tensor: views[each.tensor] for each in queues.given if each.tensor in views},
         embed=views[queues.embed].float().numpy() if queues.tokens else none,
-        rope=none,
+        rope=views[queues.rope_table].float().numpy() if queues.rope_table else none,
         words=FlaggedWords(order, rank, agents.computes[rank], queues.first_list),
         state=PlainData("the state's word", rank, np.zeros(STATE_WORDS, np.int64), num),
-        cache=PlainData("cache row", rank, none, num),
+        cache=PlainData("cached element", rank, numbers_of(one.state_arena).copy(), num),
         host=agents.hosts[rank],
         events=[Event(order, rank, number, num) for number in range(len(queues.queues[0]))],
         acts=data("activation", queues.num_chunks * TILE_K * rows, 0.0),
@@ -174,7 +182,7 @@ def _host(
             first = kept.first * gpu.rows // BATCH
             values = gpu.numbers.values[first : first + gpu.rows * kept.num]
             rows = values.reshape(gpu.rows, kept.num)[: queues.batch].astype(np.float32)
-            outputs[kept.tensor] = torch.from_numpy(rows)
+            outputs[kept.tensor] = turned(torch.from_numpy(rows), kept)
         tokens = (gpu.tokens[step][: queues.batch] for step in range(one.num_steps))
         found.append(
             BatchFound(
@@ -183,6 +191,16 @@ def _host(
                 num_hits=int(gpu.state.values[STATE_HITS]),
             )
         )
+
+
+def turned(rows: Tensor, kept: Kept) -> Tensor:
+    """What a launch leaves of rows: these, or in the order that their heads have in the tensor."""
+    if kept.steps is None:
+        return rows
+    heads = rows.view(len(rows), kept.heads, -1)
+    out = torch.empty_like(rows)
+    out.as_strided(heads.shape, (*kept.steps, 1)).copy_(heads)
+    return out
 
 
 def _prepare(gpu: BatchGpu, given: BatchLaunch) -> None:
@@ -205,6 +223,13 @@ def _prepare(gpu: BatchGpu, given: BatchLaunch) -> None:
         at = STATE_POSITIONS + np.arange(len(positions))
         gpu.state.values[at] = positions
         gpu.state.writer[at], gpu.state.tick[at] = gpu.host.number, gpu.host.tick()
+    for each in queues.given:
+        value = gpu.given[each.tensor] if each.tensor in gpu.given else given.inputs[each.tensor]
+        if value.dtype == torch.bool:
+            value = torch.zeros(value.shape).masked_fill(~value, -np.inf)
+        at = each.first + np.arange(value.numel())
+        gpu.numbers.values[at] = value.reshape(-1).float().numpy()
+        gpu.numbers.writer[at], gpu.numbers.tick[at] = gpu.host.number, gpu.host.tick()
     gpu.host.tick()
     gpu.host.fence()
 
@@ -275,6 +300,10 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
                     yield from gather(sm, one, flag)
                 case BatchNorm():
                     yield from norm(sm, one)
+                case BatchHeads():
+                    yield from prepare_heads(sm, one, step)
+                case BatchRows():
+                    yield from attend_rows(sm, one, step)
                 case BatchPointwise():
                     yield from pointwise(sm, one, step)
                 case BatchExperts():
@@ -289,7 +318,7 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
                 case _:
                     raise UnsupportedError(
                         f"{type(one).__name__} {one.name!r} on an emulated GPU",
-                        expected="no attention and no samples",
+                        expected="no attention over a cache of each row and no samples",
                         remedy="add its body to hopper/emulator",
                     )
             yield RAN

@@ -4,11 +4,12 @@ In: queues and memory of a rank. Out: waits for events, loads and stores of acti
 Next on the walk: bodies.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH, BatchInstruction
@@ -40,11 +41,13 @@ class Event:
 class BatchGpu(EmulatedGpu):
     """floats: what stands in the weight arena as f32. acts: bf16 of each column and sequence;
     numbers: f32; sums: squares [slots, 16, 256]; logits: [16, rows]; bests, best_rows: [16, 256];
-    parts: of products of more than 16 rows; tokens: that each step of a launch chose.
+    parts: of products of more than 16 rows; given: weights that the host writes as numbers;
+    tokens: that each step of a launch chose. Elements of the cache lie one by one.
     """
 
     queues: BatchQueues
     floats: Floats
+    given: Mapping[str, Tensor]
     events: Sequence[Event]
     acts: PlainData
     numbers: PlainData

@@ -21,7 +21,15 @@ from tests.kernels.hopper.emulator.one_row.test_gathers import build, columns_of
 from tests.kernels.hopper.one_row.test_decode_code import LoneTeam
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import bare_signals, plain_spins, unfenced_loads
-from tests.kernels.row_programs import HEADS, PROGRAMS, attending
+from tests.kernels.row_programs import (
+    HEADS,
+    PROGRAMS,
+    PROMPTS,
+    SELF_ATTENTION,
+    attending,
+    attending_rows,
+    prompt,
+)
 from tests.kernels.sass import instructions, parted_at_barriers, spills_in_products
 from tests.kernels.sm90 import SHARED_BYTES, Machine
 
@@ -150,5 +158,24 @@ def test_many_rows_are_products_of_warp_groups(rows: int, attends: bool, most_by
     assert sum("LDG.E.128" in line for line in loop) == 8
     assert not [line for line in loop if "LDL" in line or "STL" in line]
     assert plain_spins(code.ptx) == []
+    assert bare_signals(code.ptx) == []
+    assert unfenced_loads(code.ptx) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    [
+        pytest.param(rows, name, marks=() if (rows, name) == (64, "norm") else pytest.mark.nightly)
+        for rows, names in ((5, ("joined", "window", "mask of heads", "rotated")), (64, PROMPTS))
+        for name in names
+        if name != "softcap"
+    ],
+)
+def test_attention_of_rows_over_each_other_fits_an_sm(rows: int, name: str):
+    made = prompt(rows, **PROMPTS[name]) if name in PROMPTS else None
+    code = compiled_program(made or attending_rows(rows, **SELF_ATTENTION[name]))
+    assert code.stack_bytes == 0
+    assert code.registers <= 168
+    assert parted_at_barriers(code.cubin) == []
     assert bare_signals(code.ptx) == []
     assert unfenced_loads(code.ptx) == []

@@ -35,7 +35,7 @@ def batch_case(
 ) -> Case:
     local = localize(plan_program(program, DeviceMesh(tp=tp), H200, marks or {}))
     weights = layout_arena(Space.WEIGHT, order_weights(local.program))
-    states = layout_arena(Space.STATE, ())
+    states = layout_arena(Space.STATE, local.program.with_role("state"))
     queues = tuple(
         build_batch_queues(
             local.program, weights, states, num_sms, rank, divided_tensors(local), most_rows
@@ -56,10 +56,18 @@ def random_values(program: Program) -> dict[str, torch.Tensor]:
 def arenas_of(case: Case, values: Values) -> list[BatchArenas]:
     found = []
     for rank, queues in enumerate(case.queues):
-        arena = allocate_arena(case.weights)
-        for name, view in arena_views(case.weights, arena).items():
-            view.copy_(case.part(name, values[name], rank))
-        found.append(BatchArenas(queues=queues, weights=case.weights, weights_arena=arena))
+        arenas = [allocate_arena(layout) for layout in (case.weights, case.states)]
+        for layout, arena in zip((case.weights, case.states), arenas, strict=True):
+            for name, view in arena_views(layout, arena).items():
+                view.copy_(case.part(name, values[name], rank))
+        found.append(
+            BatchArenas(
+                queues=queues,
+                weights=case.weights,
+                weights_arena=arenas[0],
+                state_arena=arenas[1],
+            )
+        )
     return found
 
 

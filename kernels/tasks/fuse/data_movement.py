@@ -1,0 +1,59 @@
+"""What is left of ops that only move elements, where a fused op reads or writes in another order.
+
+In: a segment. Out: for a tensor, the one whose elements it shows, through views, transposes,
+reshapes and slices, and the place there of each of its own. Next on the walk: segment.py.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from distmega.program.types import Access, Op, Tensor, packed_strides
+
+Positions = npt.NDArray[np.int64]
+
+MOVEMENTS = ("view", "transpose", "reshape", "slice")
+
+
+def moved(
+    name: str, producers: Mapping[str, Op], tensors: Mapping[str, Tensor]
+) -> tuple[str, Positions]:
+    """The tensor that others than movements make and `name` shows, and where each element of it
+    stands there, row-major, in its shape.
+    """
+    op = producers.get(name)
+    shape = tensors[name].shape
+    if op is None or op.kind not in MOVEMENTS:
+        return name, np.arange(math.prod(shape)).reshape(shape)
+    source, seen = moved(op.reads[0].tensor, producers, tensors)
+    found: Positions = np.empty(math.prod(shape), dtype=np.int64)
+    reads, writes = (
+        _flat(access, op, tensors[access.tensor].shape) for access in (op.reads[0], op.writes[0])
+    )
+    found[writes] = seen.ravel()[reads]
+    return source, found.reshape(shape)
+
+
+def movements_to(name: str, producers: Mapping[str, Op]) -> Iterator[Op]:
+    """The movements between a tensor and the one that it shows."""
+    op = producers.get(name)
+    if op is not None and op.kind in MOVEMENTS:
+        yield op
+        yield from movements_to(op.reads[0].tensor, producers)
+
+
+def _flat(access: Access, op: Op, shape: tuple[int, ...]) -> Positions:
+    """Row-major place in a tensor of every point of an op's axes, in their order."""
+    extents = op.extents
+    point = dict(zip(extents, np.indices(tuple(extents.values())), strict=True))
+    total: Positions = np.zeros(tuple(extents.values()), dtype=np.int64)
+    for index, step in zip(access.dims, packed_strides(shape), strict=True):
+        at = index.offset
+        radix = index.stride
+        for axis in reversed(index.axes):
+            at = at + radix * point[axis]
+            radix *= extents[axis]
+        total = total + step * at
+    return total.ravel()
