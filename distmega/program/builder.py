@@ -276,12 +276,15 @@ class ProgramBuilder:
         operands: Sequence[Handle],
         results: Sequence[tuple[tuple[int, ...], str]],
         name: str = "",
+        host_reads: str = "",
     ) -> tuple[Handle, ...]:
-        """An operator of torch, as "aten.convolution.default", on whole tensors; call: its
-        arguments as JSON (hostir/library/opaque.py). results: shape and dtype of each.
+        """An operator of torch, as "aten.convolution.default", or several, on whole tensors; call:
+        arguments or a graph as JSON (hostir/library/opaque.py). results: shape and dtype of each.
+        host_reads: what the host reads of the device each time, which no CUDA graph can.
         """
         name = self._name(name, "opaque")
-        built = opaque.opaque(name, target, call, [self._own(x) for x in operands], results)
+        given = [self._own(x) for x in operands]
+        built = opaque.opaque(name, target, call, given, results, host_reads)
         self._add(built)
         return tuple(Handle(self, tensor) for tensor in built[1])
 

@@ -5,7 +5,7 @@ the module is. Start at `capture`; next on the walk: exported.py.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import CaptureError, ProgramError
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
+from distmega.hostir.library.opaque_graph import open_graph
 from distmega.hostir.library.torch_types import hold, unhold
 from distmega.kernels.machines import CPU, H200
 from distmega.program.types import Program
@@ -26,7 +27,7 @@ from distmega.sharding.layout.placements import Layout
 from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.search.cost import Machine
 from distmega.torch_import.annotations import match_annotations
-from distmega.torch_import.convert import Empty, Graph, Output, Shared, convert
+from distmega.torch_import.convert import Empty, Graph, Late, Output, Shared, convert
 from distmega.torch_import.exported import export_module
 
 
@@ -136,11 +137,16 @@ class CapturedModule:
         graph = step.captured.graph
         given = {name: x for name, x in zip(graph.inputs, flat, strict=True) if name is not None}
         _require_apart(given, graph.updated.values())
-        parts = {name: step.compiled.part(name, hold(x)) for name, x in given.items()}
+        held = {name: hold(x) for name, x in given.items()}
+        parts = {name: step.compiled.part(name, x) for name, x in held.items()}
         out = step.compiled({**self._persistent, **step.constants, **parts})
+        late = step.end({**step.wholes, **held, **out})
         for result, name in graph.updated.items():
             given[name].copy_(unhold(out[result], given[name].dtype))
-        leaves = [self._result(x, out, flat) for x in graph.outputs]
+        leaves = [
+            late[x.position] if isinstance(x, Late) else self._result(x, out, flat)
+            for x in graph.outputs
+        ]
         return pytree.tree_unflatten(leaves, step.captured.out_spec)
 
     def state(self, name: str) -> Tensor:
@@ -156,6 +162,8 @@ class CapturedModule:
     def _result(self, leaf: object, out: Mapping[str, Tensor], flat: Sequence[Any]) -> object:
         """One of the module's flat results."""
         match leaf:
+            case Output(name=name, is_number=True):
+                return out[name].item()
             case Output(name=name, dtype=dtype):
                 return unhold(out[name], _torch_type(dtype)) if dtype else out[name]
             case Shared(position=position, views=views):
@@ -199,16 +207,39 @@ class CapturedModule:
             owner = constants if name in captured.graph.constants else self._persistent
             if name not in owner:
                 owner[name] = _part(compiled, name, whole)
-        return _CapturedStep(captured, compiled, constants)
+        end = captured.graph.ending
+        return _CapturedStep(
+            captured=captured,
+            compiled=compiled,
+            constants=constants,
+            wholes={
+                name: captured.tensors[name].to(self._device)
+                for name in (end.operands if end else ())
+                if name in captured.tensors
+            },
+            ending=open_graph(end.call) if end else None,
+        )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _CapturedStep:
-    """A program for inputs of some shapes, and this rank's parts of its constants."""
+    """A program for inputs of some shapes, this rank's parts of its constants, and what runs behind
+    it on whole tensors.
+    """
 
     captured: Captured
     compiled: CompiledProgram
     constants: Mapping[str, Tensor]
+    wholes: Mapping[str, Tensor]
+    ending: Callable[[Sequence[Tensor]], list[Any]] | None
+
+    def end(self, tensors: Mapping[str, Tensor]) -> list[Any]:
+        """Results that have no shape before they are there."""
+        end = self.captured.graph.ending
+        if end is None or self.ending is None:
+            return []
+        with torch.no_grad():
+            return self.ending([tensors[name] for name in end.operands])
 
 
 def _part(compiled: CompiledProgram, name: str, whole: Tensor) -> Tensor:

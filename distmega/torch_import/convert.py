@@ -2,14 +2,15 @@
 
 In: an ExportedProgram (exported.py). Out: Graph, the program with what its tensors were in torch.
 What depends on no input is computed at once; in-place updates of buffers become states; operators
-without a rule become opaque ops. Next on the walk: operators/table.py.
+without a rule become opaque ops, and so do regions (regions.py). Next on the walk:
+operators/table.py.
 """
 
 import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from distmega.errors import CaptureError
 from distmega.hostir.library.opaque import encode_call
+from distmega.hostir.library.opaque_graph import encode_graph
+from distmega.hostir.library.opaque_text import makes_tensors, operator_name
 from distmega.hostir.library.torch_types import HOLDERS, dtype_name, hold
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.dtypes import ITEM_BYTES
@@ -36,6 +39,15 @@ from distmega.torch_import.operators.values import (
     any_value,
     map_values,
     value_dtype,
+)
+from distmega.torch_import.regions import (
+    CHECKS,
+    NUMBERS,
+    Region,
+    has_open_shape,
+    host_reads,
+    number_sources,
+    order_nodes,
 )
 
 IGNORED = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_scalar",
@@ -56,6 +68,10 @@ VIEWS: Mapping[Callable[..., Any], Callable[..., Any]] = {
 
 CONTRACTING = ("aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
 """Operators of which torch wants operands of one type."""
+COMPUTED = ("aten.add", "aten.sub", "aten.rsub", "aten.div", "aten.clamp", "aten.clamp_min",
+            "aten.clamp_max")  # fmt: skip
+"""Operators besides expressions that may read numbers which the data decide."""
+
 TENSOR_VALUES = (Handle, Constant, Spread)
 
 COMPUTING = ("aten.linear", "aten.matmul", "aten.softmax", "aten.scaled_dot_product_attention",
@@ -69,9 +85,10 @@ class Graph:
 
     inputs: in the order of the module's flat inputs, None for one that is no tensor or has no
     elements; one of a type that programs lack comes as `hold` gives it. outputs: of the module's
-    flat outputs, Output, Shared, Empty, or a value that is always the same. targets: weight or
-    state -> parameter or buffer of the module. constants: weights known at capture. updated: output
-    -> input that the module overwrites. opaque: operators that torch runs, and how often.
+    flat outputs, Output, Shared, Empty, Late, or a value that is always the same. targets: weight
+    or state -> parameter or buffer of the module. constants: weights known at capture. updated:
+    output -> input that the module overwrites. opaque: operators that torch runs, and how often.
+    ending: what torch runs behind the program, for results that have no shape before.
     """
 
     program: Program
@@ -81,16 +98,35 @@ class Graph:
     constants: Mapping[str, torch.Tensor]
     updated: Mapping[str, str]
     opaque: Counter[str]
+    ending: "Ending | None" = None
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """A result of the module that is a tensor of the program. dtype: torch's name of its element
-    type, where programs lack it.
+    type, where programs lack it. is_number: the module gives what it holds as a number.
     """
 
     name: str
     dtype: str = ""
+    is_number: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A result of the module that the graph's ending gives. position: among what that gives."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Operators that torch runs behind a program. call: as encode_graph gives it. operands: names
+    of what it reads, the program's inputs as they came, its weights, and outputs.
+    """
+
+    call: str
+    operands: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +148,41 @@ class Empty:
     dtype: torch.dtype
 
 
-Ending = Callable[[ProgramBuilder, Mapping[str, Handle], Sequence[Handle]], Sequence[Handle]]
+Continue = Callable[[ProgramBuilder, Mapping[str, Handle], Sequence[Handle]], Sequence[Handle]]
 """More ops, given the inputs by name and the module's results; gives the program's outputs."""
 
 
-def convert(exported: ExportedProgram, name: str, ending: Ending | None = None) -> Graph:
-    """The program of an exported module. CaptureError for what programs can't hold. ending: what
+def convert(exported: ExportedProgram, name: str, more: Continue | None = None) -> Graph:
+    """The program of an exported module. CaptureError for what programs can't hold. more: what
     comes behind the module's results, which must be tensors, in place of these.
     """
-    return _Converter(exported, name, ending).run()
+    return _Converter(exported, name, more).run()
+
+
+@dataclass(slots=True)
+class _Operands:
+    """What torch reads of a program when it runs some operators: tensors, and the types of those
+    that are held in another one.
+    """
+
+    handles: list[Handle] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+
+    def place(self, handle: Handle, dtype: str) -> int:
+        """Where a tensor stands among them."""
+        pairs = list(zip(self.handles, self.dtypes, strict=True))
+        if (handle, dtype) not in pairs:
+            self.handles.append(handle)
+            self.dtypes.append(dtype)
+            return len(pairs)
+        return pairs.index((handle, dtype))
 
 
 @dataclass(slots=True)
 class _Converter:
     exported: ExportedProgram
     name: str
-    ending: Ending | None = None
+    more: Continue | None = None
     values: dict[fx.Node, Value] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)
     states: dict[str, Handle] = field(default_factory=dict)
@@ -139,26 +194,39 @@ class _Converter:
     b: Build = field(init=False)
     tied: dict[tuple[object, ...], str] = field(default_factory=dict)
     positions: dict[str, int] = field(default_factory=dict)
+    late: dict[fx.Node, Region] = field(default_factory=dict)
+    """Results of open shapes, each with the region that gives it."""
+    ran: set[fx.Node] = field(default_factory=set)
+    """What runs within regions."""
 
     def run(self) -> Graph:
         p = ProgramBuilder(self.name)
         self.b = Build(p)
         nodes = list(self.exported.graph.nodes)
-        self.order = {node: position for position, node in enumerate(nodes)}
         specs = iter(self.exported.graph_signature.input_specs)
         for node in nodes:
             if node.op == "placeholder":
                 self.values[node] = self.placeholder(node, next(specs))
-            elif node.op == "call_function":
-                self.values[node] = self.call(node)
-            elif node.op == "get_attr":
-                raise CaptureError(
-                    f"{self.name}: a part of its own is called by {_users(node)}",
-                    expected="no control flow of torch (cond, while_loop, map)",
-                    remedy="capture the parts of the module one by one",
-                )
+        known = {node for node, value in self.values.items() if not _varies(value)}
         (last,) = (node for node in nodes if node.op == "output")
+        parts = list(order_nodes(nodes, known, _computes))
+        self.number_nodes(parts, last)
+        for part in parts:
+            if isinstance(part, Region):
+                self.run_region(part)
+            else:
+                self.values[part] = self.call(part)
         return self.finish(last)
+
+    def number_nodes(self, parts: Sequence[fx.Node | Region], last: fx.Node) -> None:
+        """In the order in which they run; of a region that gives results at the end, at the end."""
+        for position, part in enumerate(parts):
+            if isinstance(part, Region):
+                ends = any(last in node.users and _is_open(node) for node in part.nodes)
+                self.order |= dict.fromkeys(part.nodes, len(parts) if ends else position)
+            else:
+                self.order[part] = position
+        self.order[last] = len(parts)
 
     def placeholder(self, node: fx.Node, spec: Any) -> Value:
         """A parameter, a buffer, a constant or an input."""
@@ -319,8 +387,7 @@ class _Converter:
 
     def is_known(self, node: fx.Node, args: Any, kwargs: Any) -> bool:
         """Whether a node depends on no input, weight or state, and gives the same every time."""
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags:
+        if torch.Tag.nondeterministic_seeded in _tags(node):
             return False
         return not any_value((args, kwargs), _varies)
 
@@ -346,30 +413,45 @@ class _Converter:
     def as_opaque(self, node: fx.Node, args: Any, kwargs: Any) -> Value:
         """The operator as torch has it."""
         target = str(node.target)
-        operands: list[Handle] = []
+        operands = _Operands()
 
         def position(value: object) -> tuple[int, str] | None:
-            if not isinstance(value, TENSORS):
-                return None
-            if isinstance(value, Constant) and value.tensor.dtype in HOLDERS:
-                held = self.b.constant(hold(value.tensor))
-                value = Foreign(held, str(value.tensor.dtype))
-            handle = value.held if isinstance(value, Foreign) else self.b.handle(value)
-            if handle not in operands:
-                operands.append(handle)
-            return operands.index(handle), value.dtype if isinstance(value, Foreign) else ""
+            return self.operand(value, operands) if isinstance(value, TENSORS) else None
 
         several = not isinstance(node.meta["val"], torch.Tensor)
         kept: list[int] = [0]
         if several:
             kept = sorted({each for user in node.users if isinstance(each := user.args[1], int)})
-        call = encode_call(args, kwargs, position, kept)
+        call = encode_call(args, kwargs, position, kept, node.target)
         values = node.meta["val"] if several else [node.meta["val"]]
+        reads = host_reads([node]) or _reads_mask(node)
+        found = self.run_torch(node, target, call, operands, [values[at] for at in kept], reads)
+        return dict(zip(kept, found, strict=True)) if several else found[0]
+
+    def operand(self, value: Value, operands: _Operands) -> tuple[int, str]:
+        """A tensor's place among what torch reads, and its type where it is held in another."""
+        if isinstance(value, Constant) and value.tensor.dtype in HOLDERS:
+            held = self.b.constant(hold(value.tensor))
+            value = Foreign(held, str(value.tensor.dtype))
+        if isinstance(value, Foreign):
+            return operands.place(value.held, value.dtype), value.dtype
+        return operands.place(self.b.handle(value), ""), ""
+
+    def run_torch(
+        self,
+        node: fx.Node,
+        target: str,
+        call: str,
+        operands: _Operands,
+        results: Sequence[torch.Tensor],
+        reads: str,
+    ) -> list[Value]:
+        """An opaque op and its results, which are like these."""
         shapes, foreign = [], []
-        for at in kept:
-            _as_result(values[at], node.name)
-            held = hold(torch.empty_like(values[at], device="meta"))
-            foreign.append(str(values[at].dtype) if values[at].dtype in HOLDERS else "")
+        for result in results:
+            _as_result(result, node.name)
+            held = hold(torch.empty_like(result, device="meta"))
+            foreign.append(str(result.dtype) if result.dtype in HOLDERS else "")
             dtype = require_dtype(dtype_name(held.dtype), f"{target} in {self.b.base}")
             shapes.append((tuple(held.shape), dtype))
         if not shapes or any(0 in shape for shape, _ in shapes):
@@ -378,13 +460,93 @@ class _Converter:
                 expected="tensors with elements",
                 remedy="keep this part out of what is captured",
             )
-        self.opaque[target] += 1
-        made = self.b.p.opaque(target, call, operands, shapes, name=self.b.name())
-        found = [
+        if not operands.handles and makes_tensors(node.target):  # where to make them
+            operands.place(self.b.constant(torch.zeros(1)), "")
+        for name in target.split(", "):
+            self.opaque[name] += 1
+        made = self.b.p.opaque(
+            target, call, operands.handles, shapes, name=self.b.name(), host_reads=reads
+        )
+        return [
             Foreign(handle, dtype) if dtype else handle
             for handle, dtype in zip(made, foreign, strict=True)
         ]
-        return dict(zip(kept, found, strict=True)) if several else found[0]
+
+    def run_region(self, region: Region) -> None:
+        """Its operators as one opaque op; what has an open shape is left to the program's end."""
+        inside = {*region.nodes}
+        leaving = [node for node in region.nodes if not inside.issuperset(node.users)]
+        late = [node for node in leaving if _is_open(node)]
+        closed = [node for node in leaving if not _is_open(node)]
+        for node in late:
+            self.values[node], self.late[node] = Late(len(self.late)), region
+        for node in closed:
+            if 0 in node.meta["val"].shape:
+                shape = _as_result(node.meta["val"], node.name).shape
+                self.values[node] = Constant(torch.empty(shape, dtype=node.meta["val"].dtype))
+        wanted = [node for node in closed if node not in self.values]
+        if not wanted:
+            return
+        checks = [] if late else [node for node in region.nodes if str(node.target) in CHECKS]
+        nodes = self.with_checks(self.with_sources([*wanted, *checks], inside, set()))
+        self.ran.update(nodes)
+        own = [node for node in nodes if node in inside]
+        first = next((node for node in own if _names(node)), own[0])
+        self.b.start(self.op_name(first, operator_name(first.target)), [])
+        operands = _Operands()
+        call = self.graph_text(nodes, wanted, operands)
+        target = ", ".join(dict.fromkeys(filter(None, map(_names, nodes)))) or "aten.alias.default"
+        found = self.run_torch(
+            first, target, call, operands, [node.meta["val"] for node in wanted], host_reads(nodes)
+        )
+        self.values.update(zip(wanted, found, strict=True))
+
+    def with_sources(
+        self, wanted: Sequence[fx.Node], inside: Collection[fx.Node], there: Collection[fx.Node]
+    ) -> list[fx.Node]:
+        """Nodes of a region with all of it that they read and that is not `there`, and with what
+        computes numbers for them, in the order in which they run.
+        """
+        found, left = set[fx.Node](), list(wanted)
+        while left:
+            node = left.pop()
+            if node not in found:
+                found.add(node)
+                left += [x for x in node.all_input_nodes if x in inside and x not in there]
+        numbers = {x for x in number_sources(found) if isinstance(self.values[x], TENSORS)}
+        return self.in_order(found | numbers)
+
+    def in_order(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
+        """As they stand in the exported graph."""
+        return [node for node in self.exported.graph.nodes if node in nodes]
+
+    def with_checks(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        """These with the graph's checks of numbers that are theirs already."""
+        there, more = {*nodes}, set[fx.Node]()
+        for node in self.exported.graph.nodes:
+            numbers = {*number_sources([node])} if str(node.target) in CHECKS else set()
+            if numbers & there and not any(map(_takes, numbers - there)):
+                more |= {node, *numbers}
+        return self.in_order(there | more)
+
+    def graph_text(
+        self, nodes: Sequence[fx.Node], results: Sequence[fx.Node], operands: _Operands
+    ) -> str:
+        """Nodes as text for torch to run. ProgramError for what text can't hold."""
+
+        def given(node: fx.Node) -> object:
+            return as_text(self.values[node])
+
+        def as_text(value: Value) -> object:
+            if isinstance(value, list | tuple):
+                return [as_text(each) for each in value]
+            if not isinstance(value, TENSORS):
+                return value
+            if isinstance(value, Constant) and value.tensor.numel() == 0:
+                return {"empty": [list(value.tensor.shape), str(value.tensor.dtype)]}
+            return {"tensor": self.operand(value, operands)[0]}
+
+        return encode_graph(nodes, results, given, operands.dtypes)
 
     def append(self, node: fx.Node, args: Sequence[Value]) -> Value:
         """New rows of a cache, in place where nobody reads the cache as it was afterwards."""
@@ -419,13 +581,16 @@ class _Converter:
         pending: list[tuple[Handle, Handle]] = []
         for spec, node in zip(signature.output_specs, last.args[0], strict=True):  # type: ignore[arg-type]
             value = self.values[node] if isinstance(node, fx.Node) else node
+            if isinstance(value, Late):
+                outputs.append(value)
+                continue
             if spec.kind is OutputKind.BUFFER_MUTATION:
                 self.b.start(f"{_plain(spec.target)}.new", _results(node))
                 if spec.target in self.states:
                     value = value.held if isinstance(value, Foreign) else value
                     pending.append((self.own(value), self.states[spec.target]))
                 continue
-            if not isinstance(value, TENSORS) or self.ending is not None:
+            if not isinstance(value, TENSORS) or self.more is not None:
                 outputs.append(value)
                 continue
             if spec.kind is not OutputKind.USER_INPUT_MUTATION:
@@ -433,18 +598,20 @@ class _Converter:
                 if known is not None:
                     outputs.append(known)
                     continue
-            self.b.start(f"out.{len(named)}", _results(node))
+            self.b.start(f"out.{len(named)}", [])
             dtype = value.dtype if isinstance(value, Foreign) else ""
             handle = self.own(value.held if isinstance(value, Foreign) else value)
             named[handle.name] = handle
             if spec.kind is OutputKind.USER_INPUT_MUTATION:
                 updated[handle.name] = _plain(spec.target)
             else:
-                outputs.append(Output(handle.name, dtype))
-        if self.ending is not None:
-            results = [self.b.handle(self.values[node]) for node in self.user_results(last)]
+                is_number = isinstance(node.meta.get("val"), NUMBERS)
+                outputs.append(Output(handle.name, dtype, is_number))
+        if self.more is not None:
+            results = [self.b.handle(self.closed(node)) for node in self.user_results(last)]
             declared = {name: self.declared_inputs[name] for name in self.inputs if name}
-            named = {handle.name: handle for handle in self.ending(p, declared, results)}
+            named = {handle.name: handle for handle in self.more(p, declared, results)}
+        ending = self.end(named) if self.late else None
         for handle, state in pending:
             if handle is not state:
                 p.set(handle, into=state, name=f"{state.name}.update")
@@ -456,7 +623,50 @@ class _Converter:
             constants=self.b.constants,
             updated=updated,
             opaque=self.opaque,
+            ending=ending,
         )
+
+    def closed(self, node: fx.Node) -> Value:
+        """A result that is a tensor of the program. CaptureError for another."""
+        value = self.values[node]
+        if isinstance(value, Late):
+            raise CaptureError(
+                f"{self.name} gives {node.name} of the shape {tuple(node.meta['val'].shape)}",
+                expected="results of shapes that follow from those of the inputs",
+                remedy="capture the module itself: distmega.capture(module, inputs)",
+            )
+        return value
+
+    def end(self, named: dict[str, Handle]) -> Ending:
+        """What gives the results of open shapes; adds what it reads to the outputs by name."""
+        there = {node for node, value in self.values.items() if isinstance(value, TENSORS)}
+        checks = [
+            node
+            for region in dict.fromkeys(self.late.values())
+            for node in region.nodes
+            if str(node.target) in CHECKS
+        ]
+        inside = {node for region in self.late.values() for node in region.nodes}
+        nodes = self.with_checks(self.with_sources([*self.late, *checks], inside, there))
+        seeded = (x for x in nodes if torch.Tag.nondeterministic_seeded in _tags(x))
+        if again := next((node for node in seeded if node in self.ran), None):
+            raise CaptureError(
+                f"{self.name}: {again.target} behind results and operators of the program",
+                expected="random numbers of a shape that data decide for one of them alone",
+                remedy="draw them in the module for all elements, and choose among these",
+            )
+        operands = _Operands()
+        call = self.graph_text(nodes, list(self.late), operands)
+        for name in dict.fromkeys(filter(None, map(_names, nodes))):
+            self.opaque[name] += 1
+        read: list[str] = []
+        for handle in operands.handles:
+            if handle.tensor.role not in ("input", "weight") or self.b.p.is_view(handle):
+                self.b.start(f"end.{len(read)}", [])
+                handle = self.own(handle)
+                named[handle.name] = handle
+            read.append(handle.name)
+        return Ending(call, tuple(read))
 
     def shared(self, node: fx.Node) -> Shared | None:
         """Of a result that is a view of an input as the module leaves it, or the input itself."""
@@ -564,8 +774,49 @@ def _without_elements(value: Value) -> Empty | None:
     return None
 
 
-def _users(node: fx.Node) -> str:
-    return ", ".join(sorted({str(user.target) for user in node.users})) or "nobody"
+def _is_open(node: fx.Node) -> bool:
+    """Whether a result has a shape only when it is there, or is a number that data decide."""
+    value = node.meta.get("val")
+    return isinstance(value, NUMBERS) or has_open_shape(value)
+
+
+def _names(node: fx.Node) -> str:
+    """The operator, "" for a part of several values and for what handles numbers alone."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+        return ""
+    name = operator_name(target)
+    return "" if name in CHECKS or name.startswith("aten.sym_") else name
+
+
+def _tags(node: fx.Node) -> Collection[torch.Tag]:
+    found: Collection[torch.Tag] = getattr(node.target, "tags", ())
+    return found
+
+
+def _takes(node: fx.Node) -> bool:
+    """Whether a number is read of a tensor."""
+    return isinstance(node.target, torch._ops.OpOverload)
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether numbers that data decide may be read as tensors: in expressions."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target in TO_NUMBER or node.target in OF_NUMBERS
+    packet = node.target._schema.name.replace("::", ".")
+    key = f"{packet}.{node.target._overloadname}"
+    return packet in EXPRESSIONS or key in EXPRESSIONS or packet in COMPUTED
+
+
+def _reads_mask(node: fx.Node) -> str:
+    """What the host reads where elements are chosen by a mask."""
+    indices = node.args[1] if len(node.args) > 1 else None
+    chosen = indices if isinstance(indices, list | tuple) else ()
+    masks = (each.meta.get("val") for each in chosen if isinstance(each, fx.Node))
+    is_mask = any(
+        isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in masks
+    )
+    return "how many a mask chooses" if is_mask else ""
 
 
 def _is_tensor(value: Value) -> bool:

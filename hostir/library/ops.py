@@ -380,7 +380,7 @@ def compile_op(op: Op, coordinate: Coordinate) -> OpFunction:
 
 def reads_host(op: Op) -> str:
     """What the host reads of the device each time a library op runs; empty if nothing."""
-    what = kind_of(op).host_reads
+    what = kind_of(op).host_reads or str(op.get("host_reads", ""))
     in_order = op.get("in_order", 0) and attends_in_order(op)
     return f"the host reads {what}" if what and not in_order else ""
 

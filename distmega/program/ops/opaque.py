@@ -17,13 +17,16 @@ def opaque(
     call: str,
     operands: Sequence[Tensor],
     results: Sequence[tuple[tuple[int, ...], str]],
+    host_reads: str = "",
 ) -> Built:
-    """target(...) of whole tensors. target: operator and overload, "aten.convolution.default".
+    """target(...) of whole tensors. target: operator and overload, "aten.convolution.default", or
+    "higher_order.cond"; several, with a comma between them, for a graph of them.
 
-    call: its arguments as JSON, tensors by their place among `operands` (see the library's
-    opaque.py). results: shape and dtype of each; outputs are [name], [name].1, [name].2 ...
+    call: its arguments as JSON, tensors by their place among `operands`, or the graph (see the
+    library's opaque.py). results: shape and dtype of each; outputs are [name], [name].1, ...
+    host_reads: what the host reads of the device each time, "" for nothing.
     """
-    if not results or target.count(".") != 2:
+    if not results or any(not 1 <= each.count(".") <= 2 for each in target.split(", ")):
         raise bad_op(name, f"{target!r} with {len(results)} results", "ns.operator.overload, one")
     axes: list[Axis] = []
 
@@ -39,7 +42,8 @@ def opaque(
     )
     reads = [whole(x, f"r{position}_", "reduce") for position, x in enumerate(operands)]
     writes = [whole(y, f"w{position}_", "scatter") for position, y in enumerate(outs)]
-    return make_op(name, "opaque", axes, reads, writes, target=target, call=call), outs
+    more = {"host_reads": host_reads} if host_reads else {}
+    return make_op(name, "opaque", axes, reads, writes, target=target, call=call, **more), outs
 
 
 define(OpKind(name="opaque", calls_torch=True))
