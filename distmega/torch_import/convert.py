@@ -653,7 +653,7 @@ class _Converter:
             raise CaptureError(
                 f"{self.name}: {again.target} behind results and operators of the program",
                 expected="random numbers of a shape that data decide for one of them alone",
-                remedy="draw them in the module for all elements, and choose among these",
+                remedy="sample them in the module for all elements, and choose among these",
             )
         operands = _Operands()
         call = self.graph_text(nodes, list(self.late), operands)
