@@ -43,7 +43,7 @@ from distmega.torch_import.operators.values import (
 from distmega.torch_import.regions import (
     CHECKS,
     NUMBERS,
-    Region,
+    OpaqueRegion,
     has_open_shape,
     host_reads,
     number_sources,
@@ -168,8 +168,8 @@ class _Operands:
     handles: list[Handle] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
 
-    def place(self, handle: Handle, dtype: str) -> int:
-        """Where a tensor stands among them."""
+    def position_of(self, handle: Handle, dtype: str) -> int:
+        """Where a tensor stands among them, from now on."""
         pairs = list(zip(self.handles, self.dtypes, strict=True))
         if (handle, dtype) not in pairs:
             self.handles.append(handle)
@@ -194,7 +194,7 @@ class _Converter:
     b: Build = field(init=False)
     tied: dict[tuple[object, ...], str] = field(default_factory=dict)
     positions: dict[str, int] = field(default_factory=dict)
-    late: dict[fx.Node, Region] = field(default_factory=dict)
+    late: dict[fx.Node, OpaqueRegion] = field(default_factory=dict)
     """Results of open shapes, each with the region that gives it."""
     ran: set[fx.Node] = field(default_factory=set)
     """What runs within regions."""
@@ -212,16 +212,16 @@ class _Converter:
         parts = list(order_nodes(nodes, known, _computes))
         self.number_nodes(parts, last)
         for part in parts:
-            if isinstance(part, Region):
+            if isinstance(part, OpaqueRegion):
                 self.run_region(part)
             else:
                 self.values[part] = self.call(part)
         return self.finish(last)
 
-    def number_nodes(self, parts: Sequence[fx.Node | Region], last: fx.Node) -> None:
+    def number_nodes(self, parts: Sequence[fx.Node | OpaqueRegion], last: fx.Node) -> None:
         """In the order in which they run; of a region that gives results at the end, at the end."""
         for position, part in enumerate(parts):
-            if isinstance(part, Region):
+            if isinstance(part, OpaqueRegion):
                 ends = any(last in node.users and _is_open(node) for node in part.nodes)
                 self.order |= dict.fromkeys(part.nodes, len(parts) if ends else position)
             else:
@@ -434,8 +434,8 @@ class _Converter:
             held = self.b.constant(hold(value.tensor))
             value = Foreign(held, str(value.tensor.dtype))
         if isinstance(value, Foreign):
-            return operands.place(value.held, value.dtype), value.dtype
-        return operands.place(self.b.handle(value), ""), ""
+            return operands.position_of(value.held, value.dtype), value.dtype
+        return operands.position_of(self.b.handle(value), ""), ""
 
     def run_torch(
         self,
@@ -461,7 +461,7 @@ class _Converter:
                 remedy="keep this part out of what is captured",
             )
         if not operands.handles and makes_tensors(node.target):  # where to make them
-            operands.place(self.b.constant(torch.zeros(1)), "")
+            operands.position_of(self.b.constant(torch.zeros(1)), "")
         for name in target.split(", "):
             self.opaque[name] += 1
         made = self.b.p.opaque(
@@ -472,7 +472,7 @@ class _Converter:
             for handle, dtype in zip(made, foreign, strict=True)
         ]
 
-    def run_region(self, region: Region) -> None:
+    def run_region(self, region: OpaqueRegion) -> None:
         """Its operators as one opaque op; what has an open shape is left to the program's end."""
         inside = {*region.nodes}
         leaving = [node for node in region.nodes if not inside.issuperset(node.users)]

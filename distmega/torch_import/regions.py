@@ -19,7 +19,7 @@ CHECKS = ("aten._assert_scalar.default", "aten._assert_async.msg")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Region:
+class OpaqueRegion:
     """Nodes that run as one, in the graph's order. What enters and leaves it has a known shape, but
     for results of the whole graph.
     """
@@ -43,7 +43,7 @@ def order_nodes(
     nodes: Sequence[fx.Node],
     known: Collection[fx.Node],
     computes: Callable[[fx.Node], bool],
-) -> Iterator[fx.Node | Region]:
+) -> Iterator[fx.Node | OpaqueRegion]:
     """The calls of a graph, those together that torch has to run together.
 
     known: nodes whose values are known. computes: whether a call of which all shapes are known may
@@ -58,7 +58,7 @@ def order_nodes(
     groups = _Groups(calls)
     for node in members:
         for source in node.all_input_nodes:
-            if source in members and _moves_open(source):
+            if source in members and _stays_inside(source):
                 groups.join([node, source])
     groups.close(members)
     return groups.ordered(members)
@@ -108,7 +108,7 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), NUMBERS)
 
 
-def _moves_open(node: fx.Node) -> bool:
+def _stays_inside(node: fx.Node) -> bool:
     """Whether what a node gives can't leave a region: several values, numbers, open shapes."""
     value = node.meta.get("val")
     return not isinstance(value, torch.Tensor) or has_open_shape(value)
@@ -136,7 +136,7 @@ def _numbers(
             continue
         sources = [each for each in node.all_input_nodes if each not in fixed]
         if str(node.target) == "aten._local_scalar_dense.default":
-            fits = not any(_moves_open(each) for each in sources)
+            fits = not any(_stays_inside(each) for each in sources)
         else:
             fits = computes(node) and found.issuperset(sources)
         if fits:
@@ -156,7 +156,7 @@ def _members(
         if node in fixed or node in numbers:
             continue
         open_result = _is_number(node) or has_open_shape(node.meta.get("val"))
-        reads_open = any(each in found and _moves_open(each) for each in node.all_input_nodes)
+        reads_open = any(each in found and _stays_inside(each) for each in node.all_input_nodes)
         reads_numbers = any(each in numbers for each in node.all_input_nodes)
         reads_known = any(
             each in fixed and has_open_shape(each.meta.get("val")) for each in node.all_input_nodes
@@ -177,14 +177,14 @@ class _Groups:
     """Calls of a graph that run together, each with its number in the graph."""
 
     calls: Sequence[fx.Node]
-    place: dict[fx.Node, int] = field(init=False)
+    position: dict[fx.Node, int] = field(init=False)
     group_of: dict[fx.Node, int] = field(init=False)
     nodes_of: dict[int, list[fx.Node]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.place = {node: number for number, node in enumerate(self.calls)}
-        self.group_of = dict(self.place)
-        self.nodes_of = {number: [node] for node, number in self.place.items()}
+        self.position = {node: number for number, node in enumerate(self.calls)}
+        self.group_of = dict(self.position)
+        self.nodes_of = {number: [node] for node, number in self.position.items()}
 
     def join(self, nodes: Iterable[fx.Node]) -> None:
         """Puts the groups of these nodes together."""
@@ -234,15 +234,15 @@ class _Groups:
                     found.add(self.group_of[each])
         return found
 
-    def ordered(self, members: Collection[fx.Node]) -> Iterator[fx.Node | Region]:
+    def ordered(self, members: Collection[fx.Node]) -> Iterator[fx.Node | OpaqueRegion]:
         """Each group after those that it reads, otherwise in the graph's order."""
         left = {number: len(self._next(number, False)) for number in self.nodes_of}
         ready = [number for number, count in left.items() if count == 0]
         heapq.heapify(ready)
         while ready:
             number = heapq.heappop(ready)
-            nodes = sorted(self.nodes_of[number], key=self.place.__getitem__)
-            yield Region(tuple(nodes)) if any(n in members for n in nodes) else nodes[0]
+            nodes = sorted(self.nodes_of[number], key=self.position.__getitem__)
+            yield OpaqueRegion(tuple(nodes)) if any(n in members for n in nodes) else nodes[0]
             for other in self._next(number, True):
                 left[other] -= 1
                 if left[other] == 0:

@@ -32,7 +32,7 @@ def encode_graph(
 ) -> str:
     """Nodes, in an order in which they can run, and which of them or of what they read is wanted.
 
-    given: what stands for a node that is read and not among them: {"tensor": place among the
+    given: what stands for a node that is read and not among them: {"tensor": position among the
     operands}, or a number. operand_dtypes: torch's name of each operand's type where programs lack
     it, "" otherwise; filled as `given` is called. ProgramError for what text can't hold.
     """
@@ -68,12 +68,12 @@ def open_graph(text: str) -> Callable[[Sequence[Tensor]], list[Any]]:
 def _encode(
     nodes: Sequence[fx.Node], results: object, given: Callable[[fx.Node], object]
 ) -> dict[str, object]:
-    places = {node: place for place, node in enumerate(nodes)}
+    positions = {node: number for number, node in enumerate(nodes)}
 
     def special(value: object) -> object:
         if isinstance(value, fx.Node):
-            if value in places:
-                return {"node": places[value]}
+            if value in positions:
+                return {"node": positions[value]}
             return _encode_part(value) if value.op == "get_attr" else given(value)
         if isinstance(value, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
             return {"operator": operator_name(value)}
