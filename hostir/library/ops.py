@@ -72,6 +72,13 @@ def linear_spec(op: Op) -> LinearSpec:
     return LinearSpec(x=reads[0], w=reads[1], bias=bias, out=access_axes(op.writes[0]))
 
 
+def is_matrix_product(op: Op) -> bool:
+    """Whether an op of kind linear has rows of x and columns of w, each tensor as a whole."""
+    spec = linear_spec(op)
+    has_both = spec.num_rows > 0 and len(spec.out) > spec.num_rows
+    return has_both and all(map(is_plain, accesses(op)))
+
+
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, spec: LinearSpec, num_rows: int) -> Tensor:
     """Sum of x * w over the axes missing from the output, plus bias; `num_rows` is spec.num_rows,
     asked once.

@@ -21,6 +21,7 @@ from distmega.hostir.library.ops import (
     attends_in_order,
     compile_masked_attention,
     compile_op,
+    is_matrix_product,
     is_packed,
     number,
     reads_host,
@@ -97,6 +98,10 @@ class KernelOps:
         fits = op.extents["e"] == dim <= PACKED_DIM and dim % PACKED_ALIGNED == 0
         return fits and _share_a_type(op, 3, tensors, PACKED_DTYPES)
 
+    def _by_tiles(self, op: Op, otherwise: OpFunction) -> OpFunction:
+        """A product by small tiles, where these are expected to be fastest."""
+        return late.compile_product(op, otherwise) if self._has_tiles else otherwise
+
     def compile(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction:
         """As library.compile_op."""
         if op.kind == FUSED_GRAPH:
@@ -119,7 +124,9 @@ class KernelOps:
                 op, lambda x, w, other, formula: matmul(x, w, mixes=formula, other=other)
             )
         if op.kind == "fused_product":
-            return compile_shaped(op, shaped_product)
+            return self._by_tiles(op, compile_shaped(op, shaped_product))
+        if op.kind == "linear" and is_matrix_product(op):
+            return self._by_tiles(op, compile_op(op, coordinate))
         if op.kind == FUSED and has_triton():
             return compile_heads(op, lambda *given: late.move_heads(*given))
         if op.kind == "attention" and self._attends_packed(op, NO_TENSORS):

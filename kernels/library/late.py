@@ -9,7 +9,16 @@ if TYPE_CHECKING:
     from distmega.kernels.library.heads import append, move_heads, rotate
     from distmega.kernels.library.packed_attention import attend_packed
     from distmega.kernels.library.row_attention import attend_each
+    from distmega.kernels.library.tiled_products import compile_product
 
-__all__ = ["append", "attend_each", "attend_packed", "grouped_linear", "move_heads", "rotate"]
+__all__ = [
+    "append",
+    "attend_each",
+    "attend_packed",
+    "compile_product",
+    "grouped_linear",
+    "move_heads",
+    "rotate",
+]
 
 __getattr__ = late_imports(__name__)
