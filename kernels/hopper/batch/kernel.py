@@ -14,7 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.gluon_compat import cta_barrier, keep_alive, reinterpret
 from distmega.kernels.hopper.batch.arguments import SlotRing
-from distmega.kernels.hopper.batch.bodies.attention import attention_task, count_blocks, first_piece
+from distmega.kernels.hopper.batch.bodies.attention import (
+    attention_task,
+    count_blocks,
+    first_piece,
+    first_piece_of_many,
+)
 from distmega.kernels.hopper.batch.bodies.experts import is_of_rows
 from distmega.kernels.hopper.batch.bodies.limits import sample_within_limits
 from distmega.kernels.hopper.batch.bodies.linear import (
@@ -191,10 +196,15 @@ def compute(
             if spec.attends and words[OPCODE] == OP_ATTENTION:
                 if words[ATT_WINDOW] != window:
                     window = words[ATT_WINDOW]
-                    total = count_blocks(state, batch, step, window, HEADS)
-                    sequence, head, block, left, start = first_piece(
-                        state, batch, step, window, total, sm, num_sms, HEADS
-                    )
+                    if ROWS > BATCH:
+                        total, sequence, head, block, left, start = first_piece_of_many(
+                            state, batch, step, window, sm, num_sms, HEADS, ROWS, NUM_WARPS
+                        )
+                    else:
+                        total = count_blocks(state, batch, step, window, HEADS)
+                        sequence, head, block, left, start = first_piece(
+                            state, batch, step, window, total, sm, num_sms, HEADS
+                        )
                 it = attention_task(
                     words, memory, state, batch, step, sm, num_sms, max_context, eps, scale, qs, ml,
                     scratch, ring, it, sequence, head, block, left, start, total, spec,

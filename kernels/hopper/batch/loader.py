@@ -11,7 +11,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.gluon_compat import reinterpret, tma_load
-from distmega.kernels.hopper.batch.bodies.attention import blocks_of, count_blocks, first_piece
+from distmega.kernels.hopper.batch.bodies.attention import (
+    blocks_of,
+    count_blocks,
+    first_piece,
+    first_piece_of_many,
+)
 from distmega.kernels.hopper.batch.bodies.experts import (
     group_from,
     is_of_columns,
@@ -156,10 +161,15 @@ def load_share(
     PARTS: gl.constexpr = spec.num_parts
     HEADS: gl.constexpr = spec.num_kv_heads * PARTS
     HALVES: gl.constexpr = num_halves(spec.head_dim)
-    total = count_blocks(state, batch, step, window, HEADS)
-    sequence, head, block, left, _ = first_piece(
-        state, batch, step, window, total, sm, num_sms, HEADS
-    )
+    if spec.rows > BATCH:
+        _, sequence, head, block, left, _ = first_piece_of_many(
+            state, batch, step, window, sm, num_sms, HEADS, spec.rows, 1
+        )
+    else:
+        total = count_blocks(state, batch, step, window, HEADS)
+        sequence, head, block, left, _ = first_piece(
+            state, batch, step, window, total, sm, num_sms, HEADS
+        )
     while left > 0:
         first, num_blocks = blocks_of(state, sequence, step, window)
         num = gl.minimum(left, num_blocks - block)

@@ -12,6 +12,7 @@ output as activations, and the new position in the cache. Next on the walk: kern
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.batch.bodies.blocks import (
@@ -62,6 +63,13 @@ from distmega.kernels.hopper.ptx.shapes import (
 )
 
 
+
+@constexpr_function
+def in_each_warp(num: int, num_warps: int) -> gl.BlockedLayout:
+    """[num], a multiple of 32, of which each of num_warps warps has all."""
+    return gl.BlockedLayout([num // 32], [32], [num_warps], [0])
+
+
 @gluon.jit
 def blocks_of(state, sequence, step, window):
     """The first block of cached positions that a sequence's query sees, and how many from there on;
@@ -99,6 +107,36 @@ def first_piece(state, batch, step, window, total, sm, num_sms, HEADS: gl.conste
         before = gl.where(is_past, passed, before)
     _, num_blocks = blocks_of(state, sequence, step, window)
     return sequence, (start - before) // num_blocks, (start - before) % num_blocks, left, start
+
+
+@gluon.jit
+def add(a, b):
+    """a + b."""
+    return a + b
+
+
+@gluon.jit
+def first_piece_of_many(
+    state, batch, step, window, sm, num_sms, HEADS: gl.constexpr, ROWS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """The number of all blocks, and what first_piece gives: sequences side by side in the lanes of
+    a warp, since one after the other takes longer than a task waits for its first block.
+    """
+    s = gl.arange(0, ROWS, layout=in_each_warp(ROWS, WARPS))
+    position = gl.load(state + STATE_POSITIONS + s) + step
+    first = first_seen(position, window) // TILE_ROWS
+    num = gl.maximum((position + TILE_ROWS - 1) // TILE_ROWS - first, 1)
+    passed = gl.associative_scan(gl.where(s < batch, num * HEADS, 0), 0, add)
+    total = gl.max(passed, 0)
+    sharing = gl.minimum(total, num_sms)
+    start = sm * total // sharing
+    left = gl.where(sm < sharing, (sm + 1) * total // sharing - start, 0)
+    is_past = (passed <= start) & (s + 1 < batch)
+    sequence = gl.sum(is_past.to(gl.int32), 0)
+    behind = start - gl.max(gl.where(is_past, passed, 0), 0)
+    _, num_blocks = blocks_of(state, sequence, step, window)
+    return total, sequence, behind // num_blocks, behind % num_blocks, left, start
 
 
 @gluon.jit
