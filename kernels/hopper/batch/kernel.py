@@ -45,6 +45,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     BATCH,
     BEST_WORDS,
     BY_SM,
+    MAX_EPILOGUES,
     NO_CHOICE,
     OP_ATTENTION,
     OP_EMBED,
@@ -57,6 +58,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     OP_SAMPLE,
     OPCODE,
     PARTIAL_EXTRA,
+    SRC,
     STAMP_BEGIN,
     STAMP_CHOSEN,
     STAMP_END,
@@ -135,6 +137,12 @@ def parts_of(partials, num_sms, spec: gl.constexpr):
 
 
 @gluon.jit
+def is_own_sum(words):
+    """Whether an instruction adds up parts that are this SM's own, of whole tiles."""
+    return (words[OPCODE] < MAX_EPILOGUES) & (words[SRC] == 1)
+
+
+@gluon.jit
 def is_head(words, EPILOGUES: gl.constexpr):
     """Whether tokens are chosen from the result of a linear."""
     found = words[OPCODE] < 0
@@ -191,7 +199,10 @@ def compute(
             before = gl.where(i > 0, i, num_instructions) - 1
             if RANKS > 1:
                 flag = (epoch0 + step) * num_instructions + i + 1
-            wait_event(memory.events, before, epoch * num_sms, flag, RANKS)
+            if ROWS > BATCH and is_own_sum(words):
+                cta_barrier()
+            else:
+                wait_event(memory.events, before, epoch * num_sms, flag, RANKS)
             stamp(trace, step, num_instructions, i, STAMP_READY)
             if spec.attends and words[OPCODE] == OP_ATTENTION:
                 if words[ATT_WINDOW] != window:

@@ -3,9 +3,11 @@
 Next on the walk: ../batch/bodies/sample.py.
 """
 
+from collections.abc import Sequence
+
 from distmega.kernels.hopper.batch_plan.draft import BatchDraft
 from distmega.kernels.hopper.batch_plan.words import BatchHead, BatchSample
-from distmega.kernels.hopper.plan.matrices import rows_of, share
+from distmega.kernels.hopper.plan.matrices import rows_of
 from distmega.kernels.hopper.plan.types import unfit
 from distmega.kernels.hopper.plan.words import UNIT_ROWS
 from distmega.kernels.tasks.fuse import FusedChoice, FusedContraction
@@ -25,21 +27,26 @@ def logit_rows(draft: BatchDraft) -> int:
     return min(draft.vocab, max(0, num - draft.team_rank * draft.vocab))
 
 
-def add_head(draft: BatchDraft, op: FusedContraction, start: int, common: dict[str, int]) -> None:
-    """The rows that a token is chosen from."""
+def add_head(
+    draft: BatchDraft,
+    op: FusedContraction,
+    start: int,
+    common: dict[str, int],
+    units: Sequence[range],
+) -> None:
+    """The rows that a token is chosen from, of which each SM has some units."""
     assert draft.choice is not None
     shared = {
         name: draft.symmetric.get(name, 0) for name in ("logits", "row_maxima", "ready_flags")
     }
-    for sm, queue in enumerate(draft.queues):
-        first, last = share(draft.vocab, 1, sm, draft.num_sms)
+    for own, queue in zip(units, draft.queues, strict=True):
         queue.append(
             BatchHead(
                 name=op.name,
-                row0=first * UNIT_ROWS,
-                num_units=last - first,
+                row0=own.start * UNIT_ROWS,
+                num_units=len(own),
                 num_rows=logit_rows(draft),
-                weight_row=start + first * UNIT_ROWS,
+                weight_row=start + own.start * UNIT_ROWS,
                 first_id=draft.team_rank * draft.vocab,
                 bias=draft.placed.bias(op.streams),
                 team_rank=draft.team_rank,

@@ -25,9 +25,11 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchLinear,
     BatchNorm,
     BatchProduct,
+    has_whole_tiles,
     sm_of_step,
+    steps_of_sm,
 )
-from distmega.kernels.hopper.plan.matrices import rows_of, share, tiles_k
+from distmega.kernels.hopper.plan.matrices import num_units, rows_of, share, tiles_k
 from distmega.kernels.hopper.plan.types import unfit
 from distmega.kernels.hopper.plan.words import UNIT_ROWS
 from distmega.kernels.tasks.fuse import FusedContraction
@@ -50,10 +52,11 @@ def add_contraction(draft: BatchDraft, now: int, op: FusedContraction) -> None:
     if op.experts:
         common["flags"] |= EXPERT_COLUMNS
         behind = first_own(draft) * rows
+    units = units_of_sms(draft, op)
     if draft.splits:
         add_product(draft, op, starts, common)
     if draft.is_ranked(op):
-        add_head(draft, op, starts[0], common)
+        add_head(draft, op, starts[0], common, units)
         return
     for name in op.operands:
         if name not in draft.number_of or draft.elements(name) != outs:
@@ -63,13 +66,13 @@ def add_contraction(draft: BatchDraft, now: int, op: FusedContraction) -> None:
     common |= position_result(draft, now, op.outs, rows // streams, keeps)
     common |= draft.next_parts(rows) if op.num_ranks > 1 else {}
     common["bias"] = draft.placed.bias(op.streams, padded=True)
-    for sm, queue in enumerate(draft.queues):
-        first, last = share(rows, streams, sm, draft.num_sms)
+    for own, queue in zip(units, draft.queues, strict=True):
+        first = own.start
         queue.append(
             BatchLinear(
                 name=op.name,
                 row0=first * UNIT_ROWS,
-                num_units=last - first,
+                num_units=len(own),
                 num_rows=rows,
                 weight_row=starts[0] - behind + first // streams * UNIT_ROWS,
                 pair_row=starts[1] + first // 2 * UNIT_ROWS if streams == 2 else 0,
@@ -78,29 +81,52 @@ def add_contraction(draft: BatchDraft, now: int, op: FusedContraction) -> None:
         )
 
 
+def units_of_sms(draft: BatchDraft, op: FusedContraction) -> list[range]:
+    """Units of the output of each SM: its share, or those of the tiles that it has multiplied."""
+    rows = draft.vocab if draft.is_ranked(op) else rows_of(op, draft.placed)
+    steps = -(-draft.placed.columns[op.streams[0].weights[0]] // STEP_K)
+    num_sms, units = draft.num_sms, num_units(rows)
+    whole = draft.splits and has_whole_tiles(product_rows(draft, op), steps, num_sms)
+    found = []
+    for sm in range(num_sms):
+        first, last = share(rows, len(op.streams), sm, num_sms)
+        if whole:
+            own = steps_of_sm(product_rows(draft, op), steps, sm, num_sms)
+            ends = (n // steps * (PRODUCT_TILE // UNIT_ROWS) for n in (own.start, own.stop))
+            first, last = (min(n, units) for n in ends)
+        found.append(range(first, last))
+    return found
+
+
+def product_rows(draft: BatchDraft, op: FusedContraction) -> int:
+    """Rows of the matrix of a product of more than 16 rows."""
+    return logit_rows(draft) if draft.is_ranked(op) else rows_of(op, draft.placed)
+
+
 def add_product(
     draft: BatchDraft, op: FusedContraction, starts: list[int], common: dict[str, int]
 ) -> None:
     """The product of a BatchLinear or BatchHead of more than 16 rows, whose fields `common` are;
     they become those of the instruction that adds up its parts.
     """
-    rows = logit_rows(draft) if draft.is_ranked(op) else rows_of(op, draft.placed)
+    rows = product_rows(draft, op)
     steps = -(-common["length"] // STEP_K)
     total, num_sms = -(-rows // PRODUCT_TILE) * steps, draft.num_sms
-    most = max(
-        sm_of_step(first + steps - 1, total, num_sms) - sm_of_step(first, total, num_sms) + 1
-        for first in range(0, total, steps)
-    )
+    most = 1
+    if not has_whole_tiles(rows, steps, num_sms):
+        most = max(
+            sm_of_step(first + steps - 1, total, num_sms) - sm_of_step(first, total, num_sms) + 1
+            for first in range(0, total, steps)
+        )
     shared = {n: common[n] for n in ("matrix", "length", "src", "flags", "squares")}
-    sharing = min(num_sms, total)
     for sm, queue in enumerate(draft.queues):
-        first, last = (min(n, sharing) * total // sharing for n in (sm, sm + 1))
+        own = steps_of_sm(rows, steps, sm, num_sms)
         queue.append(
             BatchProduct(
                 name=op.name,
                 num_rows=rows,
-                num_units=last - first,
-                first_step=first,
+                num_units=len(own),
+                first_step=own.start,
                 weight_row=starts[0],
                 pair_row=starts[-1],
                 num_tiles_k=steps,

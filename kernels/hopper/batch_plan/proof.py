@@ -167,6 +167,10 @@ class _BatchProof:
 
     def check_writes(self, one: BatchInstruction, now: int) -> str:
         reads = list(self.reads(one))
+        if self.waits_for_nobody(one):
+            # other SMs may still be in the product before
+            product = self.queues.queues[0][now % len(self.queues.queues[0]) - 1]
+            reads += self.reads(product)
         for write in self.writes(one):
             if self.queues.experts and write.memory == "x" and write.span.start < NUM_ZERO_CHUNKS:
                 return f"writes {write.content[0]!r} where zeros are to stay"
@@ -181,6 +185,11 @@ class _BatchProof:
                     return f"writes {write.content[0]!r} over another result of its own"
                 self.held[write.memory, number] = write.content, now
         return ""
+
+    def waits_for_nobody(self, one: BatchInstruction) -> bool:
+        """Whether an instruction begins as soon as its SM is done with the product before."""
+        is_sum = isinstance(one, BatchLinear | BatchHead) and self.queues.rows > BATCH
+        return is_sum and one.src == 1
 
     def check_pushes(self, one: BatchInstruction, now: int) -> str:
         if self.queues.num_ranks == 1:
@@ -401,19 +410,24 @@ def find_wrong_steps(queues: BatchQueues) -> str:
             continue
         then = queues.queues[0][i + 1]
         tiles = -(-one.num_rows // PRODUCT_TILE)
-        behind, of_tile = 0, [0] * tiles
+        behind, of_tile, early = 0, [0] * tiles, ""
         for sm, queue in enumerate(queues.queues):
-            mine = queue[i]
+            mine, sums = queue[i], queue[i + 1]
             assert isinstance(mine, BatchProduct)
             if mine.first_step != behind:
                 return f"steps {behind} to {mine.first_step} of {one.name!r} are no SM's"
             behind += mine.num_units
             steps = range(mine.first_step, behind)
             total = tiles * one.num_tiles_k
-            if any(sm_of_step(step, total, len(queues.queues)) != sm for step in steps):
-                return f"steps {steps} of {one.name!r} are another SM's than {sm}"
-            for tile in {step // one.num_tiles_k for step in steps}:
+            own = {step // one.num_tiles_k for step in steps}
+            for tile in own:
                 of_tile[tile] += 1
+            if one.most_parts == 1 and isinstance(sums, BatchLinear | BatchHead):
+                units = range(sums.row0 // UNIT_ROWS, sums.row0 // UNIT_ROWS + sums.num_units)
+                if any(unit * UNIT_ROWS // PRODUCT_TILE not in own for unit in units):
+                    early = f"SM {sm} adds up {one.name!r} before others have multiplied it"
+            elif any(sm_of_step(step, total, len(queues.queues)) != sm for step in steps):
+                return f"steps {steps} of {one.name!r} are another SM's than {sm}"
         if behind != tiles * one.num_tiles_k or one.num_tiles_k * STEP_K < one.length:
             return f"of {tiles * one.num_tiles_k} steps of {one.name!r} SMs have {behind}"
         unfollowed = f"{one.name!r} is not followed by what adds its parts up"
@@ -423,6 +437,8 @@ def find_wrong_steps(queues: BatchQueues) -> str:
             return unfollowed
         if max(of_tile) > one.most_parts or then.src != one.most_parts:
             return f"{one.name!r} has {max(of_tile)} parts of a tile"
+        if early:
+            return early
     return ""
 
 

@@ -25,6 +25,10 @@ PRODUCT_TILE = 128
 """Weight rows that a BatchProduct multiplies at a time."""
 STEP_K = 128
 """Columns of a step of such a tile, two ring slots."""
+WHOLE_SHARE = 0.9
+"""SMs have whole tiles of a product where they then have at least this part of its steps to do at
+a time: nobody waits for parts of others.
+"""
 BLOCK = 16 * BATCH
 """Elements of 16 columns of x, which lie together."""
 EVENT_WORDS = 32
@@ -91,6 +95,22 @@ def num_computed(rows: int) -> int:
 def sm_of_step(step: int, total: int, num_sms: int) -> int:
     """The SM that takes a step of a BatchProduct, of the line of `total`: equally many each."""
     return ((step + 1) * min(num_sms, total) - 1) // total
+
+
+def has_whole_tiles(num_rows: int, steps: int, num_sms: int) -> bool:
+    """Whether SMs have whole tiles of a product of num_rows rows, each of `steps` steps."""
+    tiles = -(-num_rows // PRODUCT_TILE)
+    return steps == 1 or tiles >= WHOLE_SHARE * (-(-tiles // num_sms) * num_sms)
+
+
+def steps_of_sm(num_rows: int, steps: int, sm: int, num_sms: int) -> range:
+    """What an SM takes of the line of all steps of a product."""
+    tiles = -(-num_rows // PRODUCT_TILE)
+    apiece = steps if has_whole_tiles(num_rows, steps, num_sms) else 1
+    total = tiles * steps // apiece
+    sharing = min(num_sms, total)
+    first, last = (min(n, sharing) * total // sharing * apiece for n in (sm, sm + 1))
+    return range(first, last)
 
 
 class BatchOpcode(IntEnum):
@@ -165,8 +185,10 @@ class BatchLinear:
 class BatchProduct:
     """Of more than 16 rows: num_units steps from first_step on of the line of all tiles of a
     matrix, PRODUCT_TILE rows each, each num_tiles_k steps of STEP_K columns. What is found of a
-    tile is one of at most most_parts parts. weight_row, pair_row: of the first tile, half of which
-    PAIRED takes from either; src: see BatchLinear, which follows it; num_rows: of the whole matrix.
+    tile is one of at most most_parts parts. Where that is one, an SM adds up what it has found
+    itself, and waits for no other in between. weight_row, pair_row: of the first tile, half of
+    which PAIRED takes from either; src: see BatchLinear, which follows it; num_rows: of the whole
+    matrix.
     """
 
     name: str

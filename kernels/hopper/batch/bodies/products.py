@@ -143,7 +143,7 @@ def product_task(
             acc = multiply_slot(x1, acc, tiles, ring, it + 1, STAGES)
             x1 = load_slice(x, ahead + 4, zero, ROWS)
             it += 2
-        part = sm - first_sm(tile * steps, total, num_sms)
+        part = gl.where(most == 1, 0, sm - first_sm(tile * steps, total, num_sms))
         b = zero + gl.expand_dims(gl.arange(0, MAX_ROWS, layout=gl.SliceLayout(1, ACC)), 1)
         r = gl.expand_dims(gl.arange(0, PRODUCT_TILE, layout=gl.SliceLayout(0, ACC)), 0)
         inner = r // UNIT_ROWS * (UNIT_ROWS * ROWS) + b * UNIT_ROWS + r % UNIT_ROWS
@@ -176,6 +176,7 @@ def sum_of_parts(words, parts, unit, num_sms, ROWS: gl.constexpr):
         inner = inner // 2 + inner % 2 * (UNITS // 2)
     first = first_sm(tile * steps, total, num_sms)
     num = first_sm(tile * steps + steps - 1, total, num_sms) - first + 1
+    num = gl.where(most == 1, 1, num)
     num = gl.where(unit + u < words[NUM_UNITS], num, 0)
     at = parts + tile * most * (PRODUCT_TILE * ROWS) + inner * WIDTH + c
     y = gl.zeros([ROUND_UNITS, WIDTH], gl.float32, layout=ROUND)

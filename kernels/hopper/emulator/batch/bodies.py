@@ -162,7 +162,8 @@ def product(sm: BatchSm, one: BatchProduct) -> Steps:
                 weights = yield from sm.take()
                 column = one.src * TILE_K + at * STEP_K + half * SLICE_K
                 y += weights @ sm.columns(column, SLICE_K)
-        part = sm.sm - sm_of_step(tile * steps, total, gpu.num_sms)
+        first = sm_of_step(tile * steps, total, gpu.num_sms)
+        part = sm.sm - first if one.most_parts > 1 else 0
         sm.store(gpu.parts, part_indices(sm, one.most_parts, tile, part), y.reshape(-1))
         step += num
         yield RAN
@@ -189,7 +190,7 @@ def sum_of_parts(sm: BatchSm, one: BatchLinear | BatchHead) -> Floats:
         first, last = (
             sm_of_step(step, total, gpu.num_sms) for step in (tile * steps, (tile + 1) * steps - 1)
         )
-        for part in range(last - first + 1):
+        for part in range(last - first + 1 if one.src > 1 else 1):
             at = part_indices(sm, one.src, tile, part).reshape(units, -1)[inner]
             y[unit] += sm.load(gpu.parts, at).reshape(UNIT_ROWS, gpu.rows)
     return y.reshape(-1, gpu.rows)

@@ -283,7 +283,9 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
     for step in range(num_steps):
         for i, one in enumerate(sm.queue):
             before = (i or num) - 1
-            yield from sm.await_event(before, (epoch0 + step + (i > 0)) * num_sms)
+            is_own_sum = gpu.rows > BATCH and isinstance(one, BatchLinear | BatchHead)
+            if not (is_own_sum and one.src == 1):
+                yield from sm.await_event(before, (epoch0 + step + (i > 0)) * num_sms)
             flag = (epoch0 + step) * num + i + 1
             match one:
                 case BatchEmbed():
