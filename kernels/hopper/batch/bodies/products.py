@@ -33,13 +33,15 @@ from distmega.kernels.hopper.batch_plan.fields import (
     ROUND_UNITS,
     SRC,
 )
-from distmega.kernels.hopper.ptx.device import keep
+from distmega.kernels.hopper.ptx.device import keep, single
 from distmega.kernels.hopper.ptx.shapes import SLICE_K, TILE_K, TILE_SHARED, UNIT_ROWS
 
 HALF_STEP = gl.constexpr(64)
 """Columns of a ring slot."""
 BLOCK_K = gl.constexpr(16)
 """Columns of x that lie together."""
+PARTS_ASKED = gl.constexpr(6)
+"""Parts of a sum that are asked for together."""
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))
 """[64 sequences, 128 weight rows]: half of the rows a warp group, 16 sequences a warp."""
 X_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
@@ -180,16 +182,12 @@ def sum_of_parts(words, parts, unit, num_sms, ROWS: gl.constexpr):
     num = gl.where(unit + u < words[NUM_UNITS], num, 0)
     at = parts + tile * most * (PRODUCT_TILE * ROWS) + inner * WIDTH + c
     y = gl.zeros([ROUND_UNITS, WIDTH], gl.float32, layout=ROUND)
-    for p in range(keep(0), keep(most), 4):
-        # asked for together
-        a0 = load_part(at, p, num, ROWS)
-        a1 = load_part(at, p + 1, num, ROWS)
-        a2 = load_part(at, p + 2, num, ROWS)
-        a3 = load_part(at, p + 3, num, ROWS)
-        y += a0
-        y += a1
-        y += a2
-        y += a3
+    for p in range(keep(0), keep(most), PARTS_ASKED):
+        asked = ()
+        for i in gl.static_range(PARTS_ASKED):
+            asked += single(load_part(at, p + i, num, ROWS))
+        for i in gl.static_range(PARTS_ASKED):
+            y += asked[i]
     return y
 
 
