@@ -38,6 +38,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     ATT_V_ROW,
     ATT_V_SRC,
     ATT_WINDOW,
+    BATCH,
     DST,
     NUM_ROWS,
     PARTIAL_EXTRA,
@@ -148,6 +149,21 @@ def rotated_rows(
     """Both halves [16, d / 2] of G queries and the new key, normed and rotated where the segment
     does that, and the value.
     """
+    asked = ask_rows(
+        words, numbers, rope, sequence, head, query0, position, D, G, H, KVH, ROTATED, APART, ROWS
+    )
+    return turned_rows(words, vectors, asked, eps, D, G, QK_NORM, ROTATED, WIDE)
+
+
+@gluon.jit
+def ask_rows(
+    words, numbers, rope, sequence, head, query0, position, D: gl.constexpr, G: gl.constexpr,
+    H: gl.constexpr, KVH: gl.constexpr, ROTATED: gl.constexpr, APART: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """What turned_rows takes: both halves as they are, and where they are rotated cosines and
+    sines.
+    """
     half: gl.constexpr = D // 2
     PAIR: gl.constexpr = head_rows(half, 4)
     rows = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
@@ -160,6 +176,24 @@ def rotated_rows(
     if ROTATED:
         cos = gl.load(rope + position * D + columns)
         sin = gl.load(rope + position * D + half + columns)
+        asked = (a, b, cos, sin)
+    else:
+        asked = (a, b)
+    return asked
+
+
+@gluon.jit
+def turned_rows(
+    words, vectors, asked, eps, D: gl.constexpr, G: gl.constexpr, QK_NORM: gl.constexpr,
+    ROTATED: gl.constexpr, WIDE: gl.constexpr,
+):
+    """What rotated_rows gives, of what ask_rows has asked for."""
+    half: gl.constexpr = D // 2
+    PAIR: gl.constexpr = head_rows(half, 4)
+    rows = gl.expand_dims(gl.arange(0, MMA_M, layout=gl.SliceLayout(1, PAIR)), 1)
+    columns = gl.expand_dims(gl.arange(0, half, layout=gl.SliceLayout(0, PAIR)), 0)
+    a = asked[0]
+    b = asked[1]
     is_value = rows > G
     if QK_NORM:
         weight = gl.where(rows < G, words[ATT_Q_NORM], words[ATT_K_NORM])
@@ -173,8 +207,8 @@ def rotated_rows(
         a = gl.where(is_value, a, a * inv * weight1)
         b = gl.where(is_value, b, b * inv * weight2)
     if ROTATED:
-        turned = a * cos - b * sin
-        b = gl.where(is_value, b, b * cos + a * sin)
+        turned = a * asked[2] - b * asked[3]
+        b = gl.where(is_value, b, b * asked[2] + a * asked[3])
         a = gl.where(is_value, a, turned)
     return a, b
 
@@ -396,14 +430,38 @@ def table_of(words, vectors):
     return (vectors + first).to(gl.pointer_type(gl.float32), bitcast=True)
 
 
-@gluon.jit
-def attend_piece(
-    words, memory, sequence, head, query0, position, first, block0, num, eps, scale, row0, qs, ring,
-    it, spec: gl.constexpr,
-):
-    """num blocks from block0 on, counted from the first that the query sees, which brings the new
-    position. `scale` includes log2(e).
+@constexpr_function
+def asks_ahead(spec) -> bool:
+    """Whether the rows of a piece are asked for while the one before it is attended to: of few
+    sequences an SM has hardly more than one piece.
     """
+    return bool(spec.rows > BATCH.value and spec.head_dim in (64, 128))
+
+
+@gluon.jit
+def ask_piece(words, memory, sequence, head, position, spec: gl.constexpr):
+    """ask_rows of number `head` of the heads of a sequence, as attention_task counts them."""
+    kv_head, query0 = queries_of(head, spec)
+    return ask_rows(
+        words, memory.numbers, memory.rope, sequence, kv_head, query0, position, spec.head_dim,
+        spec.num_queries, spec.num_heads, spec.num_kv_heads, spec.rotated, spec.apart, spec.rows,
+    )
+
+
+@gluon.jit
+def queries_of(head, spec: gl.constexpr):
+    """The kv head of a head as attention_task counts them, and its first query head."""
+    G: gl.constexpr = spec.num_queries
+    GROUP: gl.constexpr = spec.num_heads // spec.num_kv_heads
+    kv_head = head // spec.num_parts
+    return kv_head, kv_head * GROUP + gl.minimum(head % spec.num_parts * G, GROUP - G)
+
+
+@gluon.jit
+def piece_rows(
+    words, memory, sequence, head, query0, position, eps, qs, spec: gl.constexpr
+):
+    """Both halves of the queries, the new key and value of a piece, which go into qs as well."""
     D: gl.constexpr = spec.head_dim
     G: gl.constexpr = spec.num_queries
     HALVES: gl.constexpr = num_halves(D)
@@ -426,6 +484,20 @@ def attend_piece(
         a = a.to(gl.bfloat16)
         b = b.to(gl.bfloat16)
         store_halves(qs, a, b, D)
+    return a, b
+
+
+@gluon.jit
+def attend_piece(
+    words, memory, a, b, query0, position, first, block0, num, scale, row0, qs, ring, it,
+    spec: gl.constexpr,
+):
+    """num blocks from block0 on, counted from the first that the query sees, which brings the new
+    position. a, b: see piece_rows. `scale` includes log2(e).
+    """
+    D: gl.constexpr = spec.head_dim
+    G: gl.constexpr = spec.num_queries
+    HALVES: gl.constexpr = num_halves(D)
     table = None
     if spec.biased:
         table = table_of(words, memory.vectors)
@@ -511,6 +583,9 @@ def attention_task(
     HEADS: gl.constexpr = KVH * PARTS
     GROUP: gl.constexpr = spec.num_heads // KVH
     sharing = gl.minimum(total, num_sms)
+    if asks_ahead(spec):
+        position = gl.load(state + STATE_POSITIONS + sequence) + step
+        asked = ask_piece(words, memory, sequence, head, position, spec)
     while left > 0:
         position = gl.load(state + STATE_POSITIONS + sequence) + step
         _, num_blocks = blocks_of(state, sequence, step, words[ATT_WINDOW])
@@ -525,9 +600,25 @@ def attention_task(
                 row0, qs, ring, it, spec,
             )
         else:
+            if asks_ahead(spec):
+                a, b = turned_rows(
+                    words, memory.vectors, asked, eps, D, G, spec.qk_norm, spec.rotated,
+                    spec.wide_norms,
+                )
+                a = a.to(gl.bfloat16)
+                b = b.to(gl.bfloat16)
+                store_halves(qs, a, b, D)
+                then = gl.minimum(gl.where(head + 1 == HEADS, sequence + 1, sequence), batch - 1)
+                then_at = gl.load(state + STATE_POSITIONS + then) + step
+                then_head = gl.where(head + 1 == HEADS, 0, head + 1)
+                asked = ask_piece(words, memory, then, then_head, then_at, spec)
+            else:
+                a, b = piece_rows(
+                    words, memory, sequence, kv_head, query0, position, eps, qs, spec
+                )
             it, m, l, o0, o1 = attend_piece(
-                words, memory, sequence, kv_head, query0, position, first, block, num, eps, scale,
-                row0, qs, ring, it, spec,
+                words, memory, a, b, query0, position, first, block, num, scale, row0, qs, ring, it,
+                spec,
             )
             ml.index(0).store(m)
             ml.index(1).store(l)
