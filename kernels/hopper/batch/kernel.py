@@ -28,6 +28,7 @@ from distmega.kernels.hopper.batch.bodies.linear import (
     gather_task,
     linear_task,
     next_tokens,
+    sum_factor,
 )
 from distmega.kernels.hopper.batch.bodies.norms import norm_task
 from distmega.kernels.hopper.batch.bodies.pointwise import pointwise_task
@@ -199,6 +200,8 @@ def compute(
             before = gl.where(i > 0, i, num_instructions) - 1
             if RANKS > 1:
                 flag = (epoch0 + step) * num_instructions + i + 1
+            if ROWS > BATCH:
+                factor = sum_factor(words, memory.sums, eps, ROWS, spec.whole_slices)
             if ROWS > BATCH and is_own_sum(words):
                 cta_barrier()
             else:
@@ -267,7 +270,7 @@ def compute(
                 ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             elif ROWS > BATCH:
                 finish_task(
-                    words, memory, parts_of(memory.partials, num_sms, spec), sm, num_sms, eps,
+                    words, memory, parts_of(memory.partials, num_sms, spec), factor, sm, num_sms,
                     EPILOGUES, CHOICE, ROWS, spec.whole_slices, spec.wide_norms,
                 )
             else:

@@ -64,7 +64,6 @@ from distmega.kernels.hopper.ptx.shapes import (
 )
 
 
-
 @constexpr_function
 def in_each_warp(num: int, num_warps: int) -> gl.BlockedLayout:
     """[num], a multiple of 32, of which each of num_warps warps has all."""

@@ -60,6 +60,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     LIN_NUM_TILES_K,
     LIN_NUMBERS,
     LIN_ROW0,
+    MAX_EPILOGUES,
     MAX_SMS,
     NORMED,
     NUM_ROWS,
@@ -124,21 +125,15 @@ def norm_factors(words, sums, eps, ROWS: gl.constexpr, WHOLE_SLICES: gl.constexp
         length += ROW_MULTIPLE * ((words[PACKED] >> REST_SHIFT) & REST_MASK)
     inv_length = 1.0 / length.to(gl.float32)
     sums += ((words[PACKED] >> IN_SHIFT) & SLOT_MASK) * (ROWS * MAX_SMS)
-    if ROWS == BATCH:
-        squares = sums_of_sms(sums)
-    else:
-        squares = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, BY_SM))
-        for group in range(keep(0), keep(ROWS // BATCH)):
-            some = sums_of_sms(sums + group * (BATCH * MAX_SMS))
-            squares = of_group(squares, some, group, ROWS)
+    squares = sums_of_sms(sums, ROWS)
     factors = gl.rsqrt(squares * inv_length + eps)
     return spread(factors, ROWS)
 
 
 @gluon.jit
-def sums_of_sms(sums):
-    """[16] by sequence: the sums of what SMs have, f32 [16, 256]."""
-    b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM)), 1)
+def sums_of_sms(sums, ROWS: gl.constexpr):
+    """[ROWS] by sequence: the sums of what SMs have, f32 [ROWS, 256]."""
+    b = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, BY_SM)), 1)
     sm = gl.expand_dims(gl.arange(0, MAX_SMS, layout=gl.SliceLayout(0, BY_SM)), 0)
     parts = gl.load(sums + b * MAX_SMS + sm, cache_modifier=".cg")
     return gl.sum(parts, axis=1)
@@ -720,21 +715,30 @@ def linear_task(
 
 
 @gluon.jit
+def sum_factor(words, sums, eps, ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr):
+    """[8 ROWS] columns of a round: what finish_task multiplies products by. It is known before
+    these are, so nobody need wait for both.
+    """
+    factor = gl.full([UNIT_ROWS * ROWS], 1.0, gl.float32, layout=ROUND_COLUMNS)
+    if words[OPCODE] < MAX_EPILOGUES:  # noqa: SIM102  other instructions have no such flags
+        if (words[PACKED] & NORMED) != 0:
+            factor = norm_factors(words, sums, eps, ROWS, WHOLE_SLICES)
+    return factor
+
+
+@gluon.jit
 def finish_task(
-    words, memory, parts, sm, num_sms, eps, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr,
+    words, memory, parts, factor, sm, num_sms, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr,
     ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr,
 ):
     """What becomes of this SM's rows of products of more than 16 rows, of which SMs have left parts
-    (products.py). words, eps and what is written: as of linear_task.
+    (products.py). factor: see sum_factor. words and what is written: as of linear_task.
     """
     WIDTH: gl.constexpr = UNIT_ROWS * ROWS
     opcode = words[OPCODE]
-    factor = gl.full([WIDTH], 1.0, gl.float32, layout=ROUND_COLUMNS)
     squares = gl.zeros([ROUND_UNITS, WIDTH], gl.float32, layout=ROUND)
     best = gl.full([ROUND_UNITS, WIDTH], float("-inf"), gl.float32, layout=ROUND)
     best_row = gl.full([ROUND_UNITS, WIDTH], 0x7FFFFFFF, gl.int32, layout=ROUND)
-    if (words[PACKED] & NORMED) != 0:
-        factor = norm_factors(words, memory.sums, eps, ROWS, WHOLE_SLICES)
     num_units = words[NUM_UNITS]
     for unit in range(0, keep(num_units), ROUND_UNITS):
         y = sum_of_parts(words, parts, unit, num_sms, ROWS) * gl.expand_dims(factor, 0)

@@ -98,9 +98,8 @@ def gather(sm: BatchSm, one: BatchGather, flag: int) -> Steps:
     yield from sum_results(sm, one, sm.gpu.queues.epilogues.gathers[one.number], flag)
 
 
-def linear(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, flag: int) -> Steps:
-    """All rows of this SM, a group of units at a time; then what the epilogue says."""
-    epilogue = sm.gpu.queues.epilogues.each[one.opcode]
+def norm_factors(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead) -> Floats:
+    """Of each row of x."""
     num = sm.gpu.rows
     factor: Floats = np.ones(num, dtype=np.float32)
     if one.flags & NORMED:
@@ -108,6 +107,17 @@ def linear(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, flag: int) 
         squares = sm.load(sm.gpu.sums, at).reshape(num, MAX_SMS).sum(1, dtype=np.float32)
         mean = squares / np.float32(one.length) + np.float32(sm.gpu.queues.eps)
         factor = (np.float32(1.0) / np.sqrt(mean)).astype(np.float32)
+    return factor
+
+
+def linear(
+    sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, flag: int, factor: Floats
+) -> Steps:
+    """All rows of this SM, a group of units at a time; then what the epilogue says. factor: see
+    norm_factors.
+    """
+    epilogue = sm.gpu.queues.epilogues.each[one.opcode]
+    num = sm.gpu.rows
     if num > BATCH:
         assert not isinstance(one, BatchExperts), "experts have 16 rows at most"
         y = sum_of_parts(sm, one) * factor

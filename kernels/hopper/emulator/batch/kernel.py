@@ -42,6 +42,7 @@ from distmega.kernels.hopper.emulator.batch.bodies import (
     linear,
     next_tokens,
     norm,
+    norm_factors,
     product,
 )
 from distmega.kernels.hopper.emulator.batch.experts import groups_of, route, tiles_of
@@ -283,8 +284,10 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
     for step in range(num_steps):
         for i, one in enumerate(sm.queue):
             before = (i or num) - 1
-            is_own_sum = gpu.rows > BATCH and isinstance(one, BatchLinear | BatchHead)
-            if not (is_own_sum and one.src == 1):
+            is_sum = gpu.rows > BATCH and isinstance(one, BatchLinear | BatchHead)
+            # of a sum known before the products are
+            factor = norm_factors(sm, one) if is_sum else None
+            if not (is_sum and one.src == 1):
                 yield from sm.await_event(before, (epoch0 + step + (i > 0)) * num_sms)
             flag = (epoch0 + step) * num + i + 1
             match one:
@@ -312,11 +315,12 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
                     yield from sm.await_opened()
                     route(sm, one)
                     yield RAN
-                    yield from linear(sm, one, flag)
+                    yield from linear(sm, one, flag, norm_factors(sm, one))
                 case BatchProduct():
                     yield from product(sm, one)
                 case BatchLinear() | BatchHead():
-                    yield from linear(sm, one, flag)
+                    known = norm_factors(sm, one) if factor is None else factor
+                    yield from linear(sm, one, flag, known)
                 case _:
                     raise UnsupportedError(
                         f"{type(one).__name__} {one.name!r} on an emulated GPU",
