@@ -292,11 +292,15 @@ def _compile_pointwise(op: Op, coordinate: Coordinate) -> OpFunction:
     return compile_pointwise(op, evaluate_all)
 
 
+def result_order(op: Op) -> list[int]:
+    """Which of [b, h g, m, e] each dim of the result of an op of kind attend is."""
+    stated = [*op.reads[0].dims[:3], op.reads[2].dims[3]]
+    return [stated.index(index) for index in op.writes[0].dims]
+
+
 def _compile_attend(op: Op, coordinate: Coordinate) -> OpFunction:
     scale, softcap = number(op, "scale"), number(op, "softcap")
-    masked, q, value = len(op.reads) == 4, op.reads[0].dims, op.reads[2].dims
-    stated = [*q[:3], value[3]]
-    order = [stated.index(index) for index in op.writes[0].dims]
+    masked, order = len(op.reads) == 4, result_order(op)
     return lambda xs: (
         attend(xs[0], xs[1], xs[2], xs[3] if masked else None, scale, softcap, order),
     )

@@ -25,6 +25,7 @@ from distmega.hostir.library.ops import (
     is_packed,
     number,
     reads_host,
+    result_order,
 )
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
 from distmega.hostir.passes.fuse_heads import FUSED
@@ -129,6 +130,8 @@ class KernelOps:
             return self._by_tiles(op, compile_op(op, coordinate))
         if op.kind == FUSED and has_triton():
             return compile_heads(op, lambda *given: late.move_heads(*given))
+        if op.kind == "attend" and self._has_tiles and _is_short(op):
+            return late.compile_attend(op, result_order(op), compile_op(op, coordinate))
         if op.kind == "attention" and self._attends_packed(op, NO_TENSORS):
             scale, window = number(op, "scale"), int(number(op, "window"))
             return lambda xs: (
@@ -171,6 +174,13 @@ def _is_a_row_each(op: Op) -> bool:
     rows, sequences = op.reads[0].dims[0].axes, cache[0].axes if len(cache) == 4 else ()
     has_one = len(cache) == 3 and op.extents[rows[0]] == 1
     return _is_plain(op) and not op.get("softcap", 0) and (has_one or rows == sequences)
+
+
+def _is_short(op: Op) -> bool:
+    """Whether each row of an attention over keys at hand sees all of them, and elements of its
+    results lie together.
+    """
+    return len(op.reads) == 3 and not op.get("softcap", 0) and result_order(op)[3] == 3
 
 
 def _is_plain(op: Op) -> bool:

@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from distmega.kernels.library.heads import append, move_heads, rotate
     from distmega.kernels.library.packed_attention import attend_packed
     from distmega.kernels.library.row_attention import attend_each
+    from distmega.kernels.library.short_attention import compile_attend
     from distmega.kernels.library.tiled_products import compile_product
 
 __all__ = [
     "append",
     "attend_each",
     "attend_packed",
+    "compile_attend",
     "compile_product",
     "grouped_linear",
     "move_heads",
