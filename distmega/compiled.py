@@ -266,7 +266,14 @@ class CompiledProgram:
             most_rows = MAX_ROWS if megakernel is True else BATCH
             plan = on_all_ranks(
                 self.comm,
-                lambda: plan_whole(local, self.comm, self.device, self._rules, most_rows),
+                lambda: plan_whole(
+                    local,
+                    self.comm,
+                    self.device,
+                    self._rules,
+                    most_rows,
+                    by_records=megakernel is True,
+                ),
             )
         except UnsupportedError as error:
             if megakernel is True:

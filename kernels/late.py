@@ -8,7 +8,8 @@ from distmega.lazy import late_imports
 if TYPE_CHECKING:
     from distmega.kernels.hopper.batch.runner import BatchRunner
     from distmega.kernels.hopper.one_row.runner import RowRunner
+    from distmega.kernels.records.runner import RecordRunner
 
-__all__ = ["BatchRunner", "RowRunner"]
+__all__ = ["BatchRunner", "RecordRunner", "RowRunner"]
 
 __getattr__ = late_imports(__name__)

@@ -3,11 +3,13 @@
 In: one rank's local program. Out: a host program of one launch, and the runner of that launch with
 the arenas that hold the program's weights and states. On Hopper GPUs it is the kernel of one row
 (hopper/row_plan/queues.py) or that of 2 to 16 (hopper/batch_plan/queues.py), on CPUs the
-interpreter (cpu/runner.py). Used by distmega/compiled.py.
+interpreter (cpu/runner.py), whose records a GPU runs where its kernels refuse a program and one
+launch is asked for (records/runner.py). Used by distmega/compiled.py.
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -29,16 +31,18 @@ from distmega.hostir.ir.nodes import (
 from distmega.hostir.lower.lower import REACHING_ALL, Localized, lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import KernelRunner
+from distmega.kernels import late
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.isa.lowering import why_not_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
-from distmega.kernels.runners import Queues, open_hopper, plan_hopper
+from distmega.kernels.records.specs import find_specs
+from distmega.kernels.runners import Queues, open_hopper, plan_hopper, require_hopper
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
-from distmega.kernels.runtime.stepping import SteppingRunner
+from distmega.kernels.runtime.stepping import BoundedRunner
 from distmega.kernels.runtime.symmetric import Team
 from distmega.kernels.tasks.cost import segment_us
 from distmega.program.kinds import collective_kinds, kind_of, kinds
@@ -112,7 +116,7 @@ class CopiedStates:
 class WholeKernel:
     """A launch bound to memory. tensors: weights and states by name, where the kernel has them."""
 
-    runner: SteppingRunner | CpuMegakernel
+    runner: BoundedRunner | CpuMegakernel
     tensors: Mapping[str, Tensor]
 
     def with_copied(self, states: Collection[str]) -> CopiedStates:
@@ -133,53 +137,89 @@ def plan_whole(
     device: torch.device,
     rules: Sequence[RewriteRule] = (),
     most_rows: int = BATCH,
+    *,
+    by_records: bool = False,
 ) -> WholePlan:
     """What one kernel a rank is to do for a whole program; asks nothing of other ranks. rules: by
     which ops are replaced where the kernel is faster then, or only then can do the program.
-    most_rows: that a GPU's kernel takes, see build_batch_queues.
+    most_rows: that a GPU's kernel takes, see build_batch_queues. by_records: whether a program
+    that the GPU's kernels of rows refuse is one of records, as on CPUs, slower than library ops.
 
     UnsupportedError names what no kernel does.
     """
-    on_gpu = device.type == "cuda"
+    if device.type != "cuda":
+        return _plan_records(local, comm, CPU_SMS)
+    try:
+        return _plan_rows(local, comm, device, rules, most_rows)
+    except UnsupportedError as refused:
+        if by_records:
+            with suppress(UnsupportedError):
+                return _plan_records(local, comm, require_hopper(device), on_gpu=True)
+        raise refused from None
 
-    def cost(program: Program) -> float:
-        return segment_us(program, H200_DEVICE) if on_gpu else _interpreted_us(program)
 
+def _plan_rows(
+    local: Localized,
+    comm: Communicator,
+    device: torch.device,
+    rules: Sequence[RewriteRule],
+    most_rows: int,
+) -> WholePlan:
+    """By the kernels of rows of a Hopper GPU."""
     host = run_passes(
         lower_program(
             local,
             megakernel=True,
             peer_memory=True,
-            is_encodable=None if on_gpu else _is_encodable,
-            collectives=REACHING_ALL if on_gpu else collective_kinds(),
+            collectives=REACHING_ALL,
             rules=rules,
-            cost=cost,
+            cost=lambda program: segment_us(program, H200_DEVICE),
         )
     )
     _require_one_launch(host)
     segment = host.segments[0]
-    layouts = [
-        layout_arena(Space.WEIGHT, order_weights(segment)),
-        layout_arena(Space.STATE, segment.with_role("state")),
-    ]
-    queues: Queues | None = None
-    kernel = None
+    weights, states = _layouts(segment)
+    queues = plan_hopper(
+        segment,
+        weights=weights,
+        states=states,
+        device=device,
+        team=_team(comm),
+        divided=divided_tensors(local),
+        most_rows=most_rows,
+    )
+    _require_whole_rows(queues, local)
+    return WholePlan(host=host, weights=weights, states=states, queues=queues, kernel=None)
+
+
+def _plan_records(
+    local: Localized, comm: Communicator, num_sms: int, *, on_gpu: bool = False
+) -> WholePlan:
+    """By the records of the general pipeline, which CPUs and, where it has bodies, a GPU run."""
+    host = run_passes(
+        lower_program(
+            local,
+            megakernel=True,
+            peer_memory=True,
+            is_encodable=_is_encodable,
+            collectives=collective_kinds(),
+            cost=_interpreted_us,
+        )
+    )
+    _require_one_launch(host)
+    segment = host.segments[0]
+    weights, states = _layouts(segment)
+    kernel = compile_megakernel(segment, comm.mesh, num_sms=num_sms, weights=weights, states=states)
     if on_gpu:
-        queues = plan_hopper(
-            segment,
-            weights=layouts[0],
-            states=layouts[1],
-            device=device,
-            team=_team(comm),
-            divided=divided_tensors(local),
-            most_rows=most_rows,
-        )
-        _require_whole_rows(queues, local)
-    else:
-        kernel = compile_megakernel(
-            segment, comm.mesh, num_sms=CPU_SMS, weights=layouts[0], states=layouts[1]
-        )
-    return WholePlan(host=host, weights=layouts[0], states=layouts[1], queues=queues, kernel=kernel)
+        _team(comm)
+        find_specs(kernel.encoded)
+    return WholePlan(host=host, weights=weights, states=states, queues=None, kernel=kernel)
+
+
+def _layouts(segment: Program) -> tuple[ArenaLayout, ArenaLayout]:
+    """Of weights and states."""
+    weights = layout_arena(Space.WEIGHT, order_weights(segment))
+    return weights, layout_arena(Space.STATE, segment.with_role("state"))
 
 
 def divided_tensors(local: Localized) -> frozenset[str]:
@@ -196,7 +236,8 @@ def open_whole(plan: WholePlan, comm: Communicator, device: torch.device) -> Who
         for layout, arena in zip((plan.weights, plan.states), arenas, strict=True)
         for name, view in arena_views(layout, arena).items()
     }
-    runner: SteppingRunner | CpuMegakernel
+    kernel = plan.kernel
+    runner: BoundedRunner | CpuMegakernel
     if plan.queues is not None:
         runner = open_hopper(
             plan.segment,
@@ -207,8 +248,16 @@ def open_whole(plan: WholePlan, comm: Communicator, device: torch.device) -> Who
             team=_team(comm),
             timeout_s=comm.timeout_s,
         )
+    elif kernel is not None and device.type == "cuda":
+        runner = late.RecordRunner(
+            kernel,
+            rank=comm.rank,
+            weights_arena=arenas[0],
+            state_arena=arenas[1],
+            team=_team(comm),
+            timeout_s=comm.timeout_s,
+        )
     else:
-        kernel = plan.kernel
         assert kernel is not None
 
         def gather(value: Plain) -> Sequence[object]:

@@ -17,7 +17,17 @@ NO_SAMPLE_INPUTS: Mapping[str, Tensor] = MappingProxyType({})
 """For a segment that takes the most likely token."""
 
 
-class SteppingRunner(KernelRunner, Protocol):
+class BoundedRunner(KernelRunner, Protocol):
+    """A runner whose waits on the GPU are bounded."""
+
+    def raise_hang(self) -> None:
+        """HangError if a wait of an earlier launch has expired, which makes what it gave void; ask
+        once that has come.
+        """
+        ...
+
+
+class SteppingRunner(BoundedRunner, Protocol):
     """A runner that also takes several decode steps in one launch. logits: f32 of the last step, of
     this rank's tokens, [n], or [sequences at least, n] of a batch.
     """
@@ -46,11 +56,5 @@ class SteppingRunner(KernelRunner, Protocol):
     def trace(self, num_steps: int) -> list[Span]:
         """As decode, but gives the steps' timeline on the GPU's clock; RequestError for a kernel
         that keeps none.
-        """
-        ...
-
-    def raise_hang(self) -> None:
-        """HangError if a wait of an earlier launch has expired, which makes its tokens void; ask
-        once they have come.
         """
         ...

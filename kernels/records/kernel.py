@@ -1,0 +1,199 @@
+"""The kernel of records: each SM goes through its queue, waits, works, signals.
+
+In: the encoded queues of a segment, the arenas of a rank, counters that only grow. Out: what the
+interpreter's launch gives (cpu/interpreter.py): in launch e an event is met at e times its count.
+Of an SM's threads one waits and one signals, with a barrier of all before and behind; waits are
+bounded, and once one has expired no other waits. Next on the walk: runner.py.
+"""
+
+# Kernels' arguments have no Python types.
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, no-any-return"
+
+import triton
+from triton import language as tl
+
+from distmega.kernels.isa.encoding import MAX_WAITS as MOST_WAITS
+from distmega.kernels.isa.encoding import SIGNAL_COLUMNS, WAIT_COLUMNS
+from distmega.kernels.records.attention import attend, attention
+from distmega.kernels.records.points import (
+    argmax_ranks,
+    copy,
+    embedding,
+    gather,
+    kv_append,
+    pointwise,
+    push,
+    push_parts,
+    rope,
+    sum_ranks,
+    take_shard,
+)
+from distmega.kernels.records.products import contract, linear
+from distmega.kernels.records.rows import argmax, norm, reduce, scan, top
+from distmega.kernels.records.specs import RecordSpecs
+from distmega.kernels.records.words import WORDS, opcode_of
+
+WAIT_WORDS: tl.constexpr = tl.constexpr(len(WAIT_COLUMNS))
+SIGNAL_WORDS: tl.constexpr = tl.constexpr(len(SIGNAL_COLUMNS))
+MAX_WAITS: tl.constexpr = tl.constexpr(MOST_WAITS)
+FOUND, EVENT, TARGET, SEEN, SM, GROUP, LIMIT, ALARM = (tl.constexpr(n) for n in range(8))
+"""Words of the report, i64: whether a wait has expired, then which; nanoseconds that one may last;
+the address of a word of the host's.
+"""
+
+
+@triton.constexpr_function
+def num_specs(specs: RecordSpecs):
+    return len(specs.each)
+
+
+@triton.constexpr_function
+def spec_at(specs: RecordSpecs, nth):
+    return specs.each[nth]
+
+
+@triton.jit
+def clock():
+    """Nanoseconds of the GPU."""
+    # Triton has no clock
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def poll(counter, target, report, event, group):
+    """Returns once a counter has reached a target, or a wait has expired."""
+    seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
+    if seen - target < 0:
+        start, waiting = clock(), tl.load(report + FOUND, volatile=True) == 0
+        while waiting:
+            seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
+            waiting = seen - target < 0
+            if waiting:
+                waiting = tl.load(report + FOUND, volatile=True) == 0
+                if waiting and clock() - start > tl.load(report + LIMIT):
+                    accuse(report, event, target, seen, group)
+                    waiting = False
+
+
+@triton.jit
+def accuse(report, event, target, seen, group):
+    """The first wait that expires says what it was for."""
+    if tl.atomic_cas(report + FOUND, tl.full([], 0, tl.int64), tl.full([], 1, tl.int64)) == 0:
+        tl.store(report + EVENT, event.to(tl.int64))
+        tl.store(report + TARGET, target.to(tl.int64))
+        tl.store(report + SEEN, seen.to(tl.int64))
+        tl.store(report + SM, tl.program_id(0).to(tl.int64))
+        tl.store(report + GROUP, group.to(tl.int64))
+        tl.debug_barrier()
+        alarm = tl.load(report + ALARM).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(alarm, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(record, tables, events, epoch, report):
+    """For the events that a record names."""
+    num = (tl.load(record) >> 8) & MAX_WAITS
+    group, first = tl.load(record + 1), tl.load(record + 3)
+    for nth in range(num):
+        row = tables.waits + (first + nth) * WAIT_WORDS
+        event, target = tl.load(row), tl.load(row + 1) * epoch
+        counters = events.counters + event * events.lanes
+        if tl.load(row + 2) < 0:
+            poll(counters + events.lane, target, report, event, group)
+        else:
+            for source in range(events.lanes):
+                poll(counters + source, target, report, event, group)
+
+
+@triton.jit
+def signal(record, tables, events):
+    """Of the events that a record names, here or on all ranks of the team."""
+    num = (tl.load(record) >> 20) & 0xFFF
+    first = tl.load(record + 4)
+    for nth in range(num):
+        row = tables.signals + (first + nth) * SIGNAL_WORDS
+        at = tl.load(row) * events.lanes + events.lane
+        if tl.load(row + 1) < 0:
+            tl.atomic_add(events.counters + at, 1, sem="release", scope="gpu")
+        else:
+            for rank in range(events.lanes):
+                counters = tl.load(events.others + rank).to(tl.pointer_type(tl.int32))
+                tl.atomic_add(counters + at, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def execute(record, arenas, member, spec: tl.constexpr):
+    """One instruction, by all threads of an SM."""
+    opcode: tl.constexpr = opcode_of(spec)
+    if opcode == "Linear":
+        linear(record, arenas, spec)
+    elif opcode == "Contract":
+        contract(record, arenas, spec)
+    elif opcode == "Pointwise":
+        pointwise(record, arenas, spec)
+    elif opcode == "Reduce":
+        reduce(record, arenas, spec)
+    elif opcode == "Norm":
+        norm(record, arenas, spec)
+    elif opcode == "Scan":
+        scan(record, arenas, spec)
+    elif opcode == "Rope":
+        rope(record, arenas, spec)
+    elif opcode == "KvAppend":
+        kv_append(record, arenas, spec)
+    elif opcode == "Attention":
+        attention(record, arenas, spec)
+    elif opcode == "Attend":
+        attend(record, arenas, spec)
+    elif opcode == "Embedding":
+        embedding(record, arenas, spec, member)
+    elif opcode == "Gather":
+        gather(record, arenas, spec)
+    elif opcode == "Copy":
+        copy(record, arenas, spec)
+    elif opcode == "TakeShard":
+        take_shard(record, arenas, spec, member)
+    elif opcode == "Argmax":
+        argmax(record, arenas, spec, member)
+    elif opcode == "Top":
+        top(record, arenas, spec)
+    elif opcode == "Push":
+        push(record, arenas, spec, member)
+    elif opcode == "PushParts":
+        push_parts(record, arenas, spec, member)
+    elif opcode == "SumRanks":
+        sum_ranks(record, arenas, spec)
+    else:
+        tl.static_assert(opcode == "ArgmaxRanks")
+        argmax_ranks(record, arenas, spec)
+
+
+@triton.jit
+def run_records(tables, memory, events, member, report, longest, specs: tl.constexpr):
+    """One launch, an SM a program.
+
+    tables, memory, events, member: see arguments.py. report: int64 [8], FOUND to ALARM; the host
+    writes the last two, and FOUND once it has read a report. longest: records of the longest queue.
+    specs: RecordSpecs of the segment.
+    """
+    sm = tl.program_id(0)
+    epoch = tl.load(events.epoch)
+    mine = member.arenas + (epoch % 2) * events.lanes
+    there = (member.coordinates, mine, events.lanes)
+    own = tl.load(mine + events.lane).to(tl.pointer_type(tl.uint8))
+    arenas = (memory.weights, memory.states, memory.activations, own)
+    for at in range(tl.load(tables.lengths + sm)):
+        record = tables.queues + (sm * longest + at) * WORDS
+        wait(record, tables, events, epoch, report)
+        # what others have written is seen by all threads, since one has waited for it
+        tl.debug_barrier()
+        found = tl.load(tables.numbers + sm * longest + at)
+        for nth in tl.static_range(num_specs(specs)):
+            if found == nth:
+                execute(record, arenas, there, spec_at(specs, nth))
+        # the next record, and whoever hears the signal, may read what any thread has stored
+        tl.debug_barrier()
+        signal(record, tables, events)

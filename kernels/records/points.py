@@ -1,0 +1,387 @@
+"""Bodies of instructions that make each element for itself: formulas, copies, what is looked up,
+rotated, appended, sent.
+
+In: a record and the arenas. Out: what the instruction of the same name writes (isa/opcodes.py).
+Indices are bounded, so that nothing outside an operand is touched. Next on the walk: rows.py.
+"""
+
+# Kernels' arguments have no Python types.
+# ruff: noqa: ANN001, ANN201, RUF005
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, no-any-return"
+
+import triton
+from triton import language as tl
+
+from distmega.kernels.records.formulas import evaluate
+from distmega.kernels.records.specs import RecordSpec
+from distmega.kernels.records.words import (
+    INTEGERS,
+    element_type,
+    extra_operand,
+    extra_stride,
+    has,
+    number,
+    opcode_of,
+    operand,
+    read,
+    typed,
+    way_of,
+    word_of,
+    write,
+)
+
+BLOCK: tl.constexpr = tl.constexpr(1024)
+"""Elements that an SM works on together."""
+COORDINATES, PEERS, NUM_RANKS = (tl.constexpr(n) for n in range(3))
+"""What a member among ranks has: int32 coordinates along mesh axes, int64 addresses of the memory
+that peers write in this launch, ranks of the team.
+"""
+
+
+@triton.constexpr_function
+def formula_of(spec: RecordSpec):
+    return spec.formula
+
+
+@triton.constexpr_function
+def num_own(spec: RecordSpec):
+    """Operands of a Pointwise that are its own fields."""
+    return sum(one is not None for one in spec.operands) - 1
+
+
+@triton.constexpr_function
+def num_extra(spec: RecordSpec):
+    return len(spec.extra)
+
+
+@triton.constexpr_function
+def own_name(spec: RecordSpec, nth):
+    """The field of an operand of a Pointwise."""
+    present = [n for n in range(4) if spec.operands[1 + n] is not None]
+    return f"a{present[nth]}"
+
+
+@triton.constexpr_function
+def strides_name(spec: RecordSpec, nth):
+    present = [n for n in range(4) if spec.operands[1 + n] is not None]
+    return f"a{present[nth]}_strides"
+
+
+@triton.constexpr_function
+def formula_type(spec: RecordSpec):
+    """In which constants of a formula meet its operands."""
+    dtypes = [one.dtype for one in (*spec.operands[1:], *spec.extra) if one is not None]
+    if all(dtype in INTEGERS for dtype in dtypes):
+        return tl.int64
+    return tl.float64 if "f64" in dtypes else tl.float32
+
+
+@triton.jit
+def own_arguments(record, arenas, spec: tl.constexpr, i, j, mask, count: tl.constexpr):
+    """The first `count` operands that are fields, a block each."""
+    if count == 0:
+        return ()
+    else:
+        name: tl.constexpr = own_name(spec, count - 1)
+        strides: tl.constexpr = strides_name(spec, count - 1)
+        x = operand(record, arenas, spec, name)
+        offsets = i * number(record, spec, strides, 0) + j * number(record, spec, strides, 1)
+        found = read(x + offsets, mask, spec, name)
+        return own_arguments(record, arenas, spec, i, j, mask, count - 1) + (found,)
+
+
+@triton.jit
+def extra_arguments(record, arenas, spec: tl.constexpr, i, j, mask, count: tl.constexpr):
+    """Likewise of those before the record."""
+    if count == 0:
+        return ()
+    else:
+        x = extra_operand(record, arenas, spec, count - 1)
+        step_i = extra_stride(record, spec, count - 1, 0)
+        step_j = extra_stride(record, spec, count - 1, 1)
+        found = read(x + i * step_i + j * step_j, mask, spec, count - 1)
+        return extra_arguments(record, arenas, spec, i, j, mask, count - 1) + (found,)
+
+
+@triton.jit
+def pointwise(record, arenas, spec: tl.constexpr):
+    rows, columns = number(record, spec, "extents", 0), number(record, spec, "extents", 1)
+    out = operand(record, arenas, spec, "out")
+    step_i, step_j = number(record, spec, "out_strides", 0), number(record, spec, "out_strides", 1)
+    for start in range(0, rows * columns, BLOCK):
+        point = start + tl.arange(0, BLOCK)
+        mask = point < rows * columns
+        i, j = point // columns, point % columns
+        args = own_arguments(record, arenas, spec, i, j, mask, num_own(spec)) + extra_arguments(
+            record, arenas, spec, i, j, mask, num_extra(spec)
+        )
+        found = evaluate(formula_of(spec), args, formula_type(spec))
+        write(out + i * step_i + j * step_j, found, mask, spec, "out")
+
+
+@triton.jit
+def six_offset(record, spec: tl.constexpr, strides: tl.constexpr, point):
+    """Element of a point of six dims."""
+    offset, rest = point * 0, point
+    for back in tl.static_range(6):
+        extent = number(record, spec, "extents", 5 - back)
+        offset += rest % extent * number(record, spec, strides, 5 - back)
+        rest = rest // extent
+    return offset
+
+
+@triton.jit
+def four_offset(record, spec: tl.constexpr, strides: tl.constexpr, point):
+    """Likewise of four."""
+    offset, rest = point * 0, point
+    for back in tl.static_range(4):
+        extent = number(record, spec, "extents", 3 - back)
+        offset += rest % extent * number(record, spec, strides, 3 - back)
+        rest = rest // extent
+    return offset
+
+
+@triton.jit
+def num_points(record, spec: tl.constexpr, dims: tl.constexpr):
+    """Points of an iteration space."""
+    total = 1
+    for dim in tl.static_range(dims):
+        total *= number(record, spec, "extents", dim)
+    return total
+
+
+@triton.jit
+def copy(record, arenas, spec: tl.constexpr):
+    src, dst = operand(record, arenas, spec, "src"), operand(record, arenas, spec, "dst")
+    total = num_points(record, spec, 6)
+    for start in range(0, total, BLOCK):
+        point = start + tl.arange(0, BLOCK)
+        mask = point < total
+        found = read(src + six_offset(record, spec, "src_strides", point), mask, spec, "src")
+        write(dst + six_offset(record, spec, "dst_strides", point), found, mask, spec, "dst")
+
+
+@triton.jit
+def coordinate(member, record, spec: tl.constexpr):
+    """This rank's along the mesh axis that a record names, 0 where it names none."""
+    axis = number(record, spec, "axis")
+    return tl.load(member[COORDINATES] + tl.maximum(axis, 0)) * (axis >= 0)
+
+
+@triton.jit
+def outer_rows(record, spec: tl.constexpr):
+    """Points of an index of the first of four dims."""
+    total = 1
+    for dim in tl.static_range(1, 4):
+        total *= number(record, spec, "extents", dim)
+    return total
+
+
+@triton.jit
+def take_shard(record, arenas, spec: tl.constexpr, member):
+    src, dst = operand(record, arenas, spec, "src"), operand(record, arenas, spec, "dst")
+    first = coordinate(member, record, spec) * number(record, spec, "shard")
+    bound, total = number(record, spec, "bound"), num_points(record, spec, 4)
+    a_row, step = outer_rows(record, spec), number(record, spec, "src_strides", 0)
+    for start in range(0, total, BLOCK):
+        point = start + tl.arange(0, BLOCK)
+        mask = point < total
+        there = mask & (first + point // a_row < bound)
+        near = four_offset(record, spec, "src_strides", point) + first * step
+        found = read(src + near, there, spec, "src")
+        write(dst + four_offset(record, spec, "dst_strides", point), found, mask, spec, "dst")
+
+
+@triton.jit
+def gather(record, arenas, spec: tl.constexpr):
+    x, ids = operand(record, arenas, spec, "x"), operand(record, arenas, spec, "ids")
+    out = operand(record, arenas, spec, "out")
+    total, num = num_points(record, spec, 4), number(record, spec, "num")
+    stride = number(record, spec, "stride")
+    for start in range(0, total, BLOCK):
+        point = start + tl.arange(0, BLOCK)
+        mask = point < total
+        chosen = read(ids + four_offset(record, spec, "ids_strides", point), mask, spec, "ids")
+        there = mask & (chosen >= 0) & (chosen < num)
+        found = read(
+            x + four_offset(record, spec, "x_strides", point) + chosen * stride, there, spec, "x"
+        )
+        write(out + four_offset(record, spec, "out_strides", point), found, mask, spec, "out")
+
+
+@triton.jit
+def embedding(record, arenas, spec: tl.constexpr, member):
+    ids, table = operand(record, arenas, spec, "ids"), operand(record, arenas, spec, "table")
+    out = operand(record, arenas, spec, "out")
+    rows, dim = number(record, spec, "rows"), number(record, spec, "dim")
+    base = coordinate(member, record, spec) * number(record, spec, "stride")
+    vocab, id_stride = number(record, spec, "vocab"), number(record, spec, "id_stride")
+    table_m = number(record, spec, "table_strides", 0)
+    table_d = number(record, spec, "table_strides", 1)
+    out_m, out_d = number(record, spec, "out_strides", 0), number(record, spec, "out_strides", 1)
+    for start in range(0, rows * dim, BLOCK):
+        point = start + tl.arange(0, BLOCK)
+        mask = point < rows * dim
+        m, d = point // dim, point % dim
+        row = read(ids + m * id_stride, mask, spec, "ids") - base
+        there = mask & (row >= 0) & (row < vocab)
+        found = read(table + row * table_m + d * table_d, there, spec, "table")
+        write(out + m * out_m + d * out_d, found, mask, spec, "out")
+
+
+@triton.jit
+def rope(record, arenas, spec: tl.constexpr):
+    x, table = operand(record, arenas, spec, "x"), operand(record, arenas, spec, "table")
+    positions = operand(record, arenas, spec, "positions")
+    out = operand(record, arenas, spec, "out")
+    rows, heads = number(record, spec, "rows"), number(record, spec, "heads")
+    count, half = number(record, spec, "count"), number(record, spec, "dim") // 2
+    first, table_rows = number(record, spec, "start"), number(record, spec, "table_rows")
+    step, x_d = number(record, spec, "position_stride"), number(record, spec, "x_strides", 2)
+    table_t = number(record, spec, "table_strides", 0)
+    table_d = number(record, spec, "table_strides", 1)
+    total = rows * heads * count
+    for start in range(0, total, BLOCK):
+        point = start + tl.arange(0, BLOCK)
+        mask = point < total
+        at, h, m = point % count, point // count % heads, point // (count * heads)
+        i = at + first
+        near = (
+            x + m * number(record, spec, "x_strides", 0) + h * number(record, spec, "x_strides", 1)
+        )
+        position = read(positions + m * step, mask, spec, "positions")
+        there = mask & (position >= 0) & (position < table_rows)
+        angle = i % half
+        turns = table + position * table_t
+        cos = read(turns + angle * table_d, there, spec, "table")
+        sin = read(turns + (angle + half) * table_d, there, spec, "table")
+        own = read(near + i * x_d, mask, spec, "x")
+        other = read(near + tl.where(i < half, i + half, i - half) * x_d, mask, spec, "x")
+        found = own * cos + tl.where(i < half, -other, other) * sin
+        to = out + m * number(record, spec, "out_strides", 0)
+        to += h * number(record, spec, "out_strides", 1)
+        write(to + at * number(record, spec, "out_strides", 2), found, mask, spec, "out")
+
+
+@triton.jit
+def kv_append(record, arenas, spec: tl.constexpr):
+    x, cache = operand(record, arenas, spec, "x"), operand(record, arenas, spec, "cache")
+    positions = operand(record, arenas, spec, "positions")
+    rows, heads = number(record, spec, "rows"), number(record, spec, "heads")
+    dim, slots = number(record, spec, "dim"), number(record, spec, "slots")
+    num_caches, total = number(record, spec, "num_caches"), rows * heads * dim
+    own = number(record, spec, "cache_strides", 0)
+    for start in range(0, total, BLOCK):
+        point = start + tl.arange(0, BLOCK)
+        mask = point < total
+        d, h, m = point % dim, point // dim % heads, point // (dim * heads)
+        step = number(record, spec, "vector_strides", 0)
+        position = read(positions + m * step, mask, spec, "positions")
+        there = mask & (position >= 0) & (position < slots)
+        which = m.to(tl.int64)
+        if has(spec, "sequences"):
+            sequences = operand(record, arenas, spec, "sequences")
+            step = number(record, spec, "vector_strides", 1)
+            which = read(sequences + m * step, mask, spec, "sequences")
+            there &= (which >= 0) & (which < num_caches)
+        near = x + m * number(record, spec, "x_strides", 0)
+        near += h * number(record, spec, "x_strides", 1)
+        found = read(near + d * number(record, spec, "x_strides", 2), mask, spec, "x")
+        to = cache + which * own + h * number(record, spec, "cache_strides", 1)
+        to += position * number(record, spec, "cache_strides", 2)
+        write(to + d * number(record, spec, "cache_strides", 3), found, there, spec, "cache")
+
+
+@triton.jit
+def combined(x, y, way: tl.constexpr):
+    """Two elements by the way of a reduction."""
+    if way == "sum":
+        return x + y
+    elif way == "max":
+        return tl.where((x != x) | (x > y), x, y)
+    else:
+        return tl.where((x != x) | (x < y), x, y)
+
+
+@triton.jit
+def sum_ranks(record, arenas, spec: tl.constexpr):
+    recv, out = operand(record, arenas, spec, "recv"), operand(record, arenas, spec, "out")
+    total, slot = num_points(record, spec, 4), number(record, spec, "slot_stride")
+    num_ranks = number(record, spec, "num_ranks")
+    for start in range(0, total, BLOCK):
+        point = start + tl.arange(0, BLOCK)
+        mask = point < total
+        offset = four_offset(record, spec, "recv_strides", point)
+        found = read(recv + offset, mask, spec, "recv")
+        for rank in range(1, num_ranks):
+            other = read(recv + offset + rank * slot, mask, spec, "recv")
+            found = combined(found, other, way_of(spec))
+        write(out + four_offset(record, spec, "out_strides", point), found, mask, spec, "out")
+
+
+@triton.jit
+def argmax_ranks(record, arenas, spec: tl.constexpr):
+    values, indices = (
+        operand(record, arenas, spec, "values"),
+        operand(record, arenas, spec, "indices"),
+    )
+    value, index = operand(record, arenas, spec, "value"), operand(record, arenas, spec, "index")
+    rows, num_ranks = number(record, spec, "rows"), number(record, spec, "num_ranks")
+    value_slot = number(record, spec, "slot_strides", 0)
+    index_slot = number(record, spec, "slot_strides", 1)
+    for start in range(0, rows, BLOCK):
+        m = start + tl.arange(0, BLOCK)
+        mask = m < rows
+        value_at = values + m * number(record, spec, "row_strides", 0)
+        index_at = indices + m * number(record, spec, "row_strides", 1)
+        best = read(value_at, mask, spec, "values")
+        where = read(index_at, mask, spec, "indices")
+        for rank in range(1, num_ranks):
+            other = read(value_at + rank * value_slot, mask, spec, "values")
+            there = read(index_at + rank * index_slot, mask, spec, "indices")
+            better = (other > best) | ((other != other) & (best == best))
+            best, where = tl.where(better, other, best), tl.where(better, there, where)
+        to = value + m * number(record, spec, "row_strides", 2)
+        write(to, best, mask, spec, "value")
+        write(index + m * number(record, spec, "row_strides", 3), where, mask, spec, "index")
+
+
+@triton.jit
+def received(word, member, rank, dtype: tl.constexpr):
+    """The first element of an operand in the memory that peers write, on a rank of the team."""
+    arena = tl.load(member[PEERS] + rank).to(tl.pointer_type(tl.uint8))
+    return typed(arena, word, dtype)
+
+
+@triton.jit
+def push(record, arenas, spec: tl.constexpr, member):
+    x, total = operand(record, arenas, spec, "x"), num_points(record, spec, 4)
+    slot = coordinate(member, record, spec) * number(record, spec, "slot_stride")
+    word = record + word_of(opcode_of(spec), "recv")
+    for start in range(0, total, BLOCK):
+        point = start + tl.arange(0, BLOCK)
+        mask = point < total
+        found = read(x + four_offset(record, spec, "x_strides", point), mask, spec, "x")
+        at = four_offset(record, spec, "recv_strides", point) + slot
+        for rank in range(member[NUM_RANKS]):
+            to = received(word, member, rank, element_type(spec, "recv"))
+            write(to + at, found, mask, spec, "recv")
+
+
+@triton.jit
+def push_parts(record, arenas, spec: tl.constexpr, member):
+    x, total = operand(record, arenas, spec, "x"), num_points(record, spec, 4)
+    slot = coordinate(member, record, spec) * number(record, spec, "slot_stride")
+    word = record + word_of(opcode_of(spec), "recv")
+    shard, bound = number(record, spec, "shard"), number(record, spec, "bound")
+    a_row, step = outer_rows(record, spec), number(record, spec, "x_strides", 0)
+    for start in range(0, total, BLOCK):
+        point = start + tl.arange(0, BLOCK)
+        mask = point < total
+        near = four_offset(record, spec, "x_strides", point)
+        at = four_offset(record, spec, "recv_strides", point) + slot
+        for rank in range(member[NUM_RANKS]):
+            there = mask & (rank * shard + point // a_row < bound)
+            found = read(x + near + rank * shard * step, there, spec, "x")
+            to = received(word, member, rank, element_type(spec, "recv"))
+            write(to + at, found, mask, spec, "recv")

@@ -1,0 +1,139 @@
+"""Bodies of instructions that multiply: contractions of any strides, by tensor cores where both
+operands are of one half type.
+
+In: a record and the arenas. Out: what the instruction of the same name writes (isa/opcodes.py).
+Sums are f32, of whole numbers i64, of f64 f64. Next on the walk: attention.py.
+"""
+
+# Kernels' arguments have no Python types.
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, no-any-return"
+
+import triton
+from triton import language as tl
+
+from distmega.kernels.records.specs import RecordSpec
+from distmega.kernels.records.words import (
+    has,
+    number,
+    operand,
+    read,
+    type_of,
+    wide_type,
+    write,
+)
+
+
+@triton.constexpr_function
+def by_halves(spec: RecordSpec):
+    """Whether both operands are of one half type."""
+    x, w = type_of(spec, "x").dtype, type_of(spec, "w").dtype
+    return x == w and x in ("bf16", "f16")
+
+
+@triton.constexpr_function
+def by_tiles(spec: RecordSpec):
+    """Whether tiles are multiplied as a whole."""
+    return wide_type(spec, "x") == tl.float32
+
+
+@triton.constexpr_function
+def tile_m(spec: RecordSpec):
+    return 16 if by_tiles(spec) else 4
+
+
+@triton.constexpr_function
+def tile_n(spec: RecordSpec):
+    return 64 if by_tiles(spec) else 32
+
+
+@triton.constexpr_function
+def tile_k(spec: RecordSpec):
+    return 128 if by_halves(spec) else 32 if by_tiles(spec) else 16
+
+
+@triton.jit
+def products_of(x, w, total, mask_x, mask_w, spec: tl.constexpr):
+    """Adds the products of two tiles, given by pointers to their elements, to a sum."""
+    if by_halves(spec):
+        left = tl.load(x, mask=mask_x, other=0.0)
+        return tl.dot(left, tl.load(w, mask=mask_w, other=0.0), total)
+    wide: tl.constexpr = wide_type(spec, "x")
+    left = read(x, mask_x, spec, "x")
+    right = read(w, mask_w, spec, "w").to(wide)
+    if by_tiles(spec):
+        return tl.dot(left, right, total, input_precision="ieee")
+    return total + tl.sum(left[:, :, None] * right[None, :, :], 1)
+
+
+@triton.jit
+def linear(record, arenas, spec: tl.constexpr):
+    x, w = operand(record, arenas, spec, "x"), operand(record, arenas, spec, "w")
+    out, num_m = operand(record, arenas, spec, "out"), number(record, spec, "m")
+    num_n, num_k = number(record, spec, "n"), number(record, spec, "k")
+    x_m, x_k = number(record, spec, "x_strides", 0), number(record, spec, "x_strides", 1)
+    w_n, w_k = number(record, spec, "w_strides", 0), number(record, spec, "w_strides", 1)
+    for m0 in range(0, num_m, tile_m(spec)):
+        m = m0 + tl.arange(0, tile_m(spec))
+        for n0 in range(0, num_n, tile_n(spec)):
+            n = n0 + tl.arange(0, tile_n(spec))
+            total = tl.full([tile_m(spec), tile_n(spec)], 0, wide_type(spec, "x"))
+            for k0 in range(0, num_k, tile_k(spec)):
+                k = k0 + tl.arange(0, tile_k(spec))
+                total = products_of(
+                    x + (m * x_m)[:, None] + (k * x_k)[None, :],
+                    w + (k * w_k)[:, None] + (n * w_n)[None, :],
+                    total,
+                    (m < num_m)[:, None] & (k < num_k)[None, :],
+                    (k < num_k)[:, None] & (n < num_n)[None, :],
+                    spec,
+                )
+            if has(spec, "bias"):
+                bias = operand(record, arenas, spec, "bias")
+                step = number(record, spec, "bias_stride")
+                total += read(bias + n * step, n < num_n, spec, "bias")[None, :].to(total.dtype)
+            to = out + (m * number(record, spec, "out_strides", 0))[:, None]
+            to += (n * number(record, spec, "out_strides", 1))[None, :]
+            write(to, total, (m < num_m)[:, None] & (n < num_n)[None, :], spec, "out")
+
+
+@triton.jit
+def along(record, spec: tl.constexpr, strides: tl.constexpr, k):
+    """Elements from the first to number k of the three dims that are summed over."""
+    inner, middle = number(record, spec, "sums", 2), number(record, spec, "sums", 1)
+    offset = k % inner * number(record, spec, strides, 3)
+    offset += k // inner % middle * number(record, spec, strides, 2)
+    return offset + k // (inner * middle) * number(record, spec, strides, 1)
+
+
+@triton.jit
+def contract(record, arenas, spec: tl.constexpr):
+    x, w = operand(record, arenas, spec, "x"), operand(record, arenas, spec, "w")
+    out, num_m = operand(record, arenas, spec, "out"), number(record, spec, "m")
+    num_n, num_k = number(record, spec, "n"), number(record, spec, "sums", 0)
+    num_k *= number(record, spec, "sums", 1) * number(record, spec, "sums", 2)
+    x_m, w_n = number(record, spec, "x_strides", 0), number(record, spec, "w_strides", 0)
+    for m0 in range(0, num_m, tile_m(spec)):
+        m = m0 + tl.arange(0, tile_m(spec))
+        for n0 in range(0, num_n, tile_n(spec)):
+            n = n0 + tl.arange(0, tile_n(spec))
+            total = tl.full([tile_m(spec), tile_n(spec)], 0, wide_type(spec, "x"))
+            for k0 in range(0, num_k, tile_k(spec)):
+                k = k0 + tl.arange(0, tile_k(spec))
+                total = products_of(
+                    x + (m * x_m)[:, None] + along(record, spec, "x_strides", k)[None, :],
+                    w + along(record, spec, "w_strides", k)[:, None] + (n * w_n)[None, :],
+                    total,
+                    (m < num_m)[:, None] & (k < num_k)[None, :],
+                    (k < num_k)[:, None] & (n < num_n)[None, :],
+                    spec,
+                )
+            mask = (m < num_m)[:, None] & (n < num_n)[None, :]
+            if has(spec, "bias"):
+                bias = operand(record, arenas, spec, "bias")
+                near = bias + (m * number(record, spec, "bias_strides", 0))[:, None]
+                near += (n * number(record, spec, "bias_strides", 1))[None, :]
+                total += read(near, mask, spec, "bias").to(total.dtype)
+            to = out + (m * number(record, spec, "out_strides", 0))[:, None]
+            to += (n * number(record, spec, "out_strides", 1))[None, :]
+            write(to, total, mask, spec, "out")

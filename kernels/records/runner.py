@@ -1,0 +1,157 @@
+"""Runs a megakernel's records on one GPU, as one rank of its team.
+
+In: a Megakernel and this rank's weight and state arenas on the GPU. Out: a KernelRunner for
+hostir/run/evaluator.py: `launch` copies inputs in, launches, copies outputs out; weights and states
+are used where they lie. It makes only calls that a CUDA graph holds. Next on the walk:
+../whole.py.
+"""
+
+from collections.abc import Mapping
+from ctypes import c_int32
+
+import torch
+from torch import Tensor
+
+from distmega.errors import HangError
+from distmega.hostir.ir.nodes import segment_args
+from distmega.kernels.cpu.peer import COUNTER_BYTES
+from distmega.kernels.megakernel import Megakernel
+from distmega.kernels.records.arguments import ArenaMemory, Events, Member, Tables
+from distmega.kernels.records.kernel import (
+    ALARM,
+    EVENT,
+    FOUND,
+    GROUP,
+    LIMIT,
+    SEEN,
+    SM,
+    TARGET,
+    run_records,
+)
+from distmega.kernels.records.specs import find_specs
+from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, PEER_BUFFERS, Space, tensor_space
+from distmega.kernels.runtime.memory import allocate_arena, operand_view
+from distmega.kernels.runtime.symmetric import Team
+
+REPORT_WORDS = 8
+WARPS = 8
+LIMIT_S = 2.0
+"""Seconds that a wait for another SM may last."""
+
+
+class RecordRunner:
+    """A megakernel bound to the memory of one GPU."""
+
+    replays = True
+
+    def __init__(
+        self,
+        kernel: Megakernel,
+        *,
+        rank: int,
+        weights_arena: Tensor,
+        state_arena: Tensor,
+        team: Team | None = None,
+        timeout_s: float = LIMIT_S,
+    ) -> None:
+        """weights_arena, state_arena: uint8, as allocate_arena makes them for kernel.layout.weights
+        and .states. team: the ranks that share the kernel, which must all make their runner
+        together; timeout_s: bound on a wait for one of them.
+        """
+        self.kernel, device = kernel, weights_arena.device
+        encoded = kernel.encoded
+        self._specs, numbers = find_specs(encoded)
+        self._num_sms, self._longest = encoded.queues.shape[:2]
+        found = (encoded.queues, encoded.lengths, numbers, encoded.waits, encoded.signals)
+        self._tables = Tables(*(_on(device, torch.from_numpy(one)) for one in found))
+        activations = allocate_arena(kernel.layout.activations, 1, str(device))
+        self._memory = ArenaMemory(weights_arena, state_arena, activations)
+        self._epoch = torch.ones(1, dtype=torch.int32, device=device)
+        shared = team if kernel.team_axis else None
+        lanes, lane = (shared.size, shared.team_rank) if shared else (1, 0)
+        counter_bytes = _round_up(COUNTER_BYTES * max(encoded.num_events, 1) * lanes)
+        num_bytes = counter_bytes + PEER_BUFFERS * _round_up(kernel.layout.peers.num_bytes)
+        self._shared = shared.open(num_bytes) if shared else None
+        own = (
+            self._shared.local
+            if self._shared
+            else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        )
+        firsts = self._shared.pointers if self._shared else (own.data_ptr(),)
+        self._events = Events(
+            self._epoch,
+            own[:counter_bytes].view(torch.int32),
+            torch.tensor(firsts, device=device),
+            lanes,
+            lane,
+        )
+        a_copy = _round_up(kernel.layout.peers.num_bytes)
+        arenas = [
+            first + counter_bytes + copy * a_copy
+            for copy in range(PEER_BUFFERS)
+            for first in firsts
+        ]
+        coordinate = (*kernel.mesh.coordinate(rank).values(), 0)
+        self._member = Member(
+            torch.tensor(coordinate, dtype=torch.int32, device=device),
+            torch.tensor(arenas, device=device),
+        )
+        self._limit_s = timeout_s if shared else min(timeout_s, LIMIT_S)
+        self._raised = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        # read as Python's: asking the tensor takes torch 2 us
+        self._raised_word = c_int32.from_address(self._raised.data_ptr())
+        self._report = torch.zeros(REPORT_WORDS, dtype=torch.int64, device=device)
+        self._report[LIMIT.value] = round(self._limit_s * 1e9)
+        self._report[ALARM.value] = self._raised.data_ptr()
+        operands, arenas = kernel.layout.operands, (weights_arena, state_arena, activations)
+        args = [t for t in segment_args(kernel.segment) if tensor_space(t) is Space.ACT]
+        views = {t.name: operand_view(arenas, operands[t.name]) for t in args}
+        self._inputs = {t.name: views[t.name] for t in args if t.role == "input"}
+        self._outputs = {t.name: views[t.name] for t in args if t.role == "temp"}
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> None:
+        """Runs the kernel once. `tensors`: segment_args of the segment by name; outputs are
+        written.
+        """
+        self.raise_hang()
+        for name, view in self._inputs.items():
+            view.copy_(tensors[name])
+        run_records[(self._num_sms,)](
+            self._tables,
+            self._memory,
+            self._events,
+            self._member,
+            self._report,
+            self._longest,
+            self._specs,
+            num_warps=WARPS,
+            num_stages=1,
+            launch_cooperative_grid=True,
+        )
+        self._epoch.add_(1)
+        for name, view in self._outputs.items():
+            tensors[name].copy_(view)
+
+    def raise_hang(self) -> None:
+        """HangError if a wait of an earlier launch has expired; costs nothing."""
+        if not self._raised_word.value:
+            return
+        report = self._report.tolist()
+        self._report[FOUND.value] = 0
+        self._raised_word.value = 0
+        name = self.kernel.encoded.names[report[GROUP.value]]
+        raise HangError(
+            f"SM {report[SM.value]}: {name} waits for event {report[EVENT.value]}, at "
+            f"{report[SEEN.value]} of {report[TARGET.value]}, after {self._limit_s} s",
+            expected="every wait to be met by the tasks that owe it",
+            remedy="compile the program again",
+        )
+
+
+def _on(device: torch.device, table: Tensor) -> Tensor:
+    """A table in the GPU's memory, never empty."""
+    return table.to(device) if table.numel() else torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

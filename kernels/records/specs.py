@@ -1,0 +1,154 @@
+"""What the kernel of records is specialised for: the sorts of instructions that a segment has.
+
+In: encoded queues. Out: the `RecordSpec` of each record, equal ones once, and for each record the
+number of its spec. A spec has what decides about code: the opcode, where operands lie and of which
+type they are, a formula, a way of combining; extents, strides and bases stay in the record's
+words. Next on the walk: words.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distmega.errors import UnsupportedError
+from distmega.kernels.isa import opcodes
+from distmega.kernels.isa.encoding import (
+    Encoded,
+    Words,
+    record_fields,
+    unpack,
+    unpack_expression,
+)
+from distmega.kernels.isa.opcodes import (
+    COMBINES,
+    NORMS,
+    OPCODES,
+    SCANS,
+    ExtraOperand,
+    Instruction,
+    Ref,
+)
+from distmega.program.expr import Expr
+
+BODIES: frozenset[type[Instruction]] = frozenset(
+    {
+        opcodes.Linear, opcodes.Contract, opcodes.Pointwise, opcodes.Reduce, opcodes.Norm,
+        opcodes.Scan, opcodes.Rope, opcodes.KvAppend, opcodes.Attention, opcodes.Attend,
+        opcodes.Embedding, opcodes.Gather, opcodes.Copy, opcodes.TakeShard, opcodes.Argmax,
+        opcodes.Top, opcodes.Push, opcodes.PushParts, opcodes.SumRanks, opcodes.ArgmaxRanks,
+    }
+)  # fmt: skip
+"""Instructions that the kernel has a body for."""
+NO_WORK = (opcodes.Nop, opcodes.ExtraOperand)
+IDLE = -1
+"""The spec of a record that only waits and signals."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperandType:
+    """Where an operand lies, a number of Space, and its element type."""
+
+    space: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSpec:
+    """What all records of one branch of the kernel share.
+
+    operands: in the order of fields, None where there is none; extra: those of the ExtraOperands
+    before. way: the name of what combines, normalises or scans, "" for others. formula: of a
+    Pointwise. widths: powers of two at least as large as the rows that stay in registers as a
+    whole. others: bits of what an Attend takes.
+    """
+
+    opcode: str
+    operands: tuple[OperandType | None, ...]
+    extra: tuple[OperandType, ...] = ()
+    way: str = ""
+    formula: Expr | None = None
+    widths: tuple[int, ...] = ()
+    others: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSpecs:
+    """Those of a segment, as one constant of its kernel."""
+
+    each: tuple[RecordSpec, ...]
+
+
+def find_specs(encoded: Encoded) -> tuple[RecordSpecs, Words]:
+    """The specs of a segment, and the number of each record's, [num_sms, longest queue].
+
+    UnsupportedError names an instruction without a body.
+    """
+    numbers = np.full(encoded.queues.shape[:2], IDLE, dtype=np.int32)
+    known: dict[RecordSpec, int] = {}
+    for sm, (queue, length) in enumerate(
+        zip(encoded.queues, encoded.lengths.tolist(), strict=True)
+    ):
+        extra: list[ExtraOperand] = []
+        for at, record in enumerate(queue[:length]):
+            header, instruction = unpack(record)
+            if isinstance(instruction, ExtraOperand):
+                extra.append(instruction)
+            elif not isinstance(instruction, NO_WORK):
+                if type(instruction) not in BODIES:
+                    raise _without_body(encoded.names[header.group], instruction)
+                spec = spec_of(instruction, extra, encoded.constants)
+                numbers[sm, at] = known.setdefault(spec, len(known))
+                extra = []
+    return RecordSpecs(tuple(known)), numbers
+
+
+def spec_of(
+    instruction: Instruction, extra: Sequence[ExtraOperand], constants: Words
+) -> RecordSpec:
+    """The spec of an instruction; extra: the operands that stand before it."""
+    operands = tuple(
+        _type_of(getattr(instruction, field.name))
+        for field in record_fields(OPCODES.index(type(instruction)))
+        if field.kind == "ref"
+    )
+    way, formula, widths, others = "", None, (), 0
+    match instruction:
+        case opcodes.Reduce(combine=number) | opcodes.SumRanks(combine=number):
+            way = COMBINES[number]
+        case opcodes.Norm(kind=number):
+            way = NORMS[number]
+        case opcodes.Scan(kind=number):
+            way = SCANS[number]
+        case opcodes.Pointwise(expr=start):
+            formula = unpack_expression(constants, start)
+        case opcodes.Attention(d=d, e=e):
+            widths = _padded(d), _padded(e)
+        case opcodes.Attend(d=d, e=e, others=others):
+            widths = _padded(d), _padded(e)
+    return RecordSpec(
+        opcode=type(instruction).__name__,
+        operands=operands,
+        extra=tuple(OperandType(int(one.x.space), one.x.dtype) for one in extra),
+        way=way,
+        formula=formula,
+        widths=widths,
+        others=others,
+    )
+
+
+def _type_of(ref: Ref | None) -> OperandType | None:
+    return None if ref is None else OperandType(int(ref.space), ref.dtype)
+
+
+def _padded(extent: int) -> int:
+    return max(16, 1 << (extent - 1).bit_length())
+
+
+def _without_body(name: str, instruction: Instruction) -> UnsupportedError:
+    done = sorted(kind.__name__ for kind in BODIES)
+    return UnsupportedError(
+        f"op {name!r}, whose instruction {type(instruction).__name__} no kernel on GPUs has",
+        expected=f"instructions among {', '.join(done)}",
+        remedy="leave out megakernel=True: library ops do the others",
+    )

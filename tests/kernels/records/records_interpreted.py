@@ -1,0 +1,95 @@
+"""Runs the kernel of records under Triton's interpreter, in a process of its own: the interpreter
+is chosen before Triton is imported. Prints for each program what differs, "" if nothing does.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from triton import language as tl
+from triton.runtime import interpreter
+
+from distmega.hostir.ir.nodes import segment_args
+from distmega.hostir.library.torch_types import torch_dtype
+from distmega.kernels.machines import CPU
+from distmega.kernels.megakernel import compile_megakernel
+from distmega.kernels.pipelined.pointwise import formula
+from distmega.kernels.records import formulas
+from distmega.kernels.records.runner import RecordRunner
+from distmega.kernels.runtime.memory import allocate_arena, arena_views
+from distmega.kernels.whole import plan_whole
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.localize import localize
+from distmega.sharding.planner import plan_program
+from tests.hostir.threads import ThreadCommunicator, Wires
+from tests.kernels.records.programs import expected_of, program_of, tolerance, values_of
+from tests.kernels.ugraphs.interpreted import mended_interpreter
+
+
+def by_torch(function: Callable[..., Tensor]) -> Callable[..., tl.tensor]:
+    """A function of libdevice, which the interpreter lacks, on what the interpreter calculates
+    with.
+    """
+
+    def run(*xs: tl.tensor) -> tl.tensor:
+        data = function(*(torch.from_numpy(x.handle.data) for x in xs)).numpy()
+        return tl.tensor(interpreter.TensorHandle(data, xs[0].dtype), xs[0].type)
+
+    return run
+
+
+NAMES = "sin", "cos", "erf", "exp", "log", "sqrt", "floor", "tanh", "pow"
+DEVICE = SimpleNamespace(**{name: by_torch(getattr(torch, name)) for name in NAMES})
+
+
+def difference(program: Program) -> str:
+    """From what torch gives; on one SM, since the interpreter runs SMs one behind the other."""
+    mesh = DeviceMesh(tp=1)
+    local = localize(plan_program(program, mesh, CPU))
+    whole = plan_whole(local, ThreadCommunicator(mesh, 0, Wires(mesh)), torch.device("cpu"))
+    layouts = whole.weights, whole.states
+    kernel = compile_megakernel(
+        whole.segment, mesh, num_sms=1, weights=layouts[0], states=layouts[1]
+    )
+    arenas = [allocate_arena(layout) for layout in layouts]
+    tensors = {
+        name: view
+        for layout, arena in zip(layouts, arenas, strict=True)
+        for name, view in arena_views(layout, arena).items()
+    }
+    for tensor in segment_args(kernel.segment):
+        empty = torch.zeros(tensor.shape, dtype=torch_dtype(tensor.dtype))
+        tensors.setdefault(tensor.name, empty)
+    values = values_of(program)
+    for name, x in values.items():
+        tensors[name].copy_(x)
+    RecordRunner(kernel, rank=0, weights_arena=arenas[0], state_arena=arenas[1]).launch(tensors)
+    expected = expected_of(program, values)
+    for name in program.outputs:
+        most = tolerance(program, name)
+        try:
+            torch.testing.assert_close(
+                tensors[name], expected[name], rtol=most, atol=most, equal_nan=True
+            )
+        except AssertionError as error:
+            return f"{name}: {error}".replace("\n", " ")
+    return ""
+
+
+if __name__ == "__main__":
+    with (
+        mended_interpreter(),
+        patch.object(formula, "libdevice", DEVICE),
+        patch.object(formulas, "libdevice", DEVICE),
+    ):
+        for argument in sys.argv[1:]:
+            kind, _, dtype = argument.partition(":")
+            print(f"{argument} {difference(program_of(kind, dtype))}", flush=True)

@@ -1,0 +1,119 @@
+"""The kernel of records: bodies under Triton's interpreter, machine code for sm_90a, and which
+programs it is asked for.
+"""
+
+import pytest
+import torch
+
+from distmega.errors import UnsupportedError
+from distmega.hostir.ir.nodes import segment_args
+from distmega.hostir.library.torch_types import torch_dtype
+from distmega.kernels import whole
+from distmega.kernels.machines import H200
+from distmega.kernels.megakernel import compile_megakernel
+from distmega.kernels.records.runner import RecordRunner
+from distmega.kernels.records.specs import find_specs
+from distmega.kernels.runtime.memory import allocate_arena, arena_views
+from distmega.kernels.whole import WholePlan, plan_whole
+from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.localize import localize
+from distmega.sharding.planner import plan_program
+from tests.forked import run_module
+from tests.hostir.threads import ThreadCommunicator, Wires
+from tests.kernels.offline import offline
+from tests.kernels.records.programs import NAMES, program_of
+
+GPU = torch.device("cuda", 0)
+NUM_SMS = 12
+MESH = DeviceMesh(tp=1)
+BY_DAY = "whole_linear:i64", "states:f32", "looked_up:f32"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        BY_DAY,
+        pytest.param(tuple(map(":".join, NAMES)), marks=pytest.mark.nightly),
+    ],
+    ids=len,
+)
+def test_interpreted_records_give_what_torch_does(names: tuple[str, ...]) -> None:
+    done = run_module("tests.kernels.records.records_interpreted", *names)
+    assert done.stdout.splitlines() == [f"{name} " for name in names], done.stderr[-2000:]
+
+
+def on_gpu(program: Program, monkeypatch: pytest.MonkeyPatch, *, by_records: bool) -> WholePlan:
+    """The plan for an H200 of a few SMs."""
+    monkeypatch.setattr(whole, "require_hopper", lambda device: NUM_SMS)
+    monkeypatch.setattr("distmega.kernels.runners.require_hopper", lambda device: NUM_SMS)
+    local = localize(plan_program(program, MESH, H200))
+    comm = ThreadCommunicator(MESH, 0, Wires(MESH))
+    return plan_whole(local, comm, GPU, by_records=by_records)
+
+
+def test_a_program_that_the_kernels_of_rows_refuse_has_the_queues_of_cpus(monkeypatch):
+    program = program_of("batched", "bf16")
+    with pytest.raises(UnsupportedError, match="does not fuse"):
+        on_gpu(program, monkeypatch, by_records=False)
+    plan = on_gpu(program, monkeypatch, by_records=True)
+    assert plan.queues is None
+    assert plan.kernel is not None
+    layouts = {"weights": plan.weights, "states": plan.states}
+    same = compile_megakernel(plan.segment, MESH, num_sms=NUM_SMS, **layouts)
+    assert plan.kernel.fingerprint() == same.fingerprint()
+    assert plan.num_tasks == same.schedule.graph.num_tasks > 1
+
+
+def test_a_program_that_they_take_is_theirs(monkeypatch):
+    plan = on_gpu(program_of("linear", "bf16"), monkeypatch, by_records=True)
+    assert plan.kernel is not None  # rows of 33 elements
+    p = ProgramBuilder("rows")
+    x = p.linear(p.input("x", (3, 64), "bf16"), p.weight("w", (96, 64), "bf16"))
+    plan = on_gpu(p.build(x), monkeypatch, by_records=True)
+    assert plan.kernel is None
+    assert plan.queues is not None
+
+
+def test_equal_instructions_share_a_branch(monkeypatch):
+    plan = on_gpu(program_of("odd_gate", "bf16"), monkeypatch, by_records=True)
+    assert plan.kernel is not None
+    specs, numbers = find_specs(plan.kernel.encoded)
+    assert sorted(spec.opcode for spec in specs.each) == [
+        "Linear",
+        "Norm",
+        "Pointwise",
+        "Pointwise",
+    ]
+    assert set(numbers.ravel().tolist()) == {-1, 0, 1, 2, 3}
+
+
+def test_what_has_no_body_is_refused_as_before(monkeypatch):
+    p = ProgramBuilder("cut")
+    x = p.input("x", (3, 40))
+    program = p.build(p.cutoff(x, p.input("settings", (3, 3))))
+    with pytest.raises(UnsupportedError, match="cutoff"):
+        on_gpu(program, monkeypatch, by_records=True)
+
+
+@pytest.mark.parametrize("kind", ["odd_gate", "attended"])
+def test_a_kernel_compiles_for_hopper_without_a_spill(kind, monkeypatch):
+    plan = on_gpu(program_of(kind, "bf16"), monkeypatch, by_records=True)
+    layouts = plan.weights, plan.states
+    arenas = [allocate_arena(layout) for layout in layouts]
+    tensors = {
+        name: view
+        for layout, arena in zip(layouts, arenas, strict=True)
+        for name, view in arena_views(layout, arena).items()
+    }
+    for tensor in segment_args(plan.segment):
+        empty = torch.zeros(tensor.shape, dtype=torch_dtype(tensor.dtype))
+        tensors.setdefault(tensor.name, empty)
+    assert plan.kernel is not None
+    with offline(monkeypatch) as launched:
+        runner = RecordRunner(plan.kernel, rank=0, weights_arena=arenas[0], state_arena=arenas[1])
+        runner.launch(tensors)
+    (code,) = launched
+    assert code.stack_bytes == 0
+    assert ("mma.sync" in code.ptx or "wgmma" in code.ptx) == (kind == "odd_gate")
