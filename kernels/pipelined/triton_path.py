@@ -11,6 +11,7 @@ the results, contiguous. Launched by pointwise.py and norms.py. Next: norm_kerne
 
 import triton
 from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from distmega.kernels.pipelined.pointwise.exprs import Formula
 from distmega.kernels.pipelined.pointwise.formula import evaluate
@@ -89,15 +90,20 @@ def _load_vector(vector, columns, valid):
 @triton.jit
 def norm_plain(x, residual, weight, bias, y, total, x_row, x_step, residual_row, residual_step,
                num_rows, num_columns, eps, op: tl.constexpr, rows: tl.constexpr,
-               padded: tl.constexpr, vectors: tl.constexpr, exact: tl.constexpr):  # fmt: skip
+               padded: tl.constexpr, vectors: tl.constexpr, exact: tl.constexpr,
+               early: tl.constexpr):  # fmt: skip
     """Tiles of whole rows, `rows` of them with up to `padded` columns, of num_rows by num_columns.
     x, residual: read, elements of a row x_step and residual_step apart, rows x_row, residual_row;
     weight, bias: [num_columns], read; y, total: contiguous, written, the result and the sum of x
     and residual; None where there is none; all local memory, any float type.
 
     eps: of the norm; op: rms, layer or softmax. vectors: when weight and bias are loaded, see
-    KernelChoice. exact: x and residual are contiguous, and tiles end where they do.
+    KernelChoice. exact: x and residual are contiguous, and tiles end where they do. early: the
+    launch may begin before what came before it ends.
     """
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
     columns = tl.arange(0, padded)[None, :]
     first = tl.program_id(0).to(tl.int64) * rows
     lines = tl.arange(0, rows)[:, None]

@@ -62,3 +62,29 @@ def test_kernels_of_a_graph_wait_for_each_other():
         graph.replay()
         graph.replay()
         assert torch.equal(found, expected)
+
+
+def test_kernels_of_a_graph_wait_for_those_of_other_streams():
+    x, w, bias = operands(128, 768, 768, turned=False)
+    product, side = TiledProduct(GELU), torch.cuda.Stream()
+
+    def both(x: Tensor) -> Tensor:
+        for _ in range(10):
+            x = product(x, w, bias, ALL[0])
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                other = product(product(x, w, bias, ALL[1]), w, bias, ALL[0])
+            x = product(x, w, None, ALL[2])
+            torch.cuda.current_stream().wait_stream(side)
+            x = product((x + other) * 0.5, w, bias, ALL[3])
+        return x
+
+    expected = both(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both(x)
+    for _ in range(20):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, expected)

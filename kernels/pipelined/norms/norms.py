@@ -25,6 +25,9 @@ from distmega.kernels.pipelined.pointwise.views import as_rows, is_aligned, layo
 from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain
 from distmega.kernels.runtime.gpus import is_hopper
 
+EARLY = False
+"""Whether plain launches may begin before what came before them ends."""
+
 Operands = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]
 """x, residual, weight, bias, results and sums; x, residual, results and sums of one shape, the last
 two contiguous; sums where there is a residual.
@@ -120,6 +123,7 @@ class _NormClass:
     def plain_launch(self, choice: KernelChoice) -> Launch:
         """The plain Triton kernel for whole rows, or parts where the choice's tile is shorter."""
         rows, tile = choice.tile
+        early = EARLY and tile >= self.columns and is_hopper(self.index)
         strides = (*self.x, *(self.residual or (0, 0)))
         rest: tuple[object, ...] = (
             *strides,
@@ -131,6 +135,7 @@ class _NormClass:
             tile,
             choice.vectors,
             self._packed and tile == self.columns and self.count % rows == 0,
+            early,
         )
         if tile < self.columns:
             rest = (*strides, self.columns, self.eps, self.op, tile)
@@ -139,7 +144,7 @@ class _NormClass:
             arguments=(pointer, pointer, *self.vectors, pointer, pointer),
             rest=rest,
             grid=-(-self.count // rows),
-            options={"num_warps": choice.num_warps},
+            options={"num_warps": choice.num_warps, "launch_pdl": early},
         )
 
 
