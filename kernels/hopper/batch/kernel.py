@@ -201,7 +201,7 @@ def compute(
             if RANKS > 1:
                 flag = (epoch0 + step) * num_instructions + i + 1
             if ROWS > BATCH:
-                factor = sum_factor(words, memory.sums, eps, ROWS, spec.whole_slices)
+                factor = sum_factor(words, memory, eps, EPILOGUES, ROWS, spec.whole_slices)
             if ROWS > BATCH and is_own_sum(words):
                 cta_barrier()
             else:

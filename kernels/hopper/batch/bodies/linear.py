@@ -715,14 +715,20 @@ def linear_task(
 
 
 @gluon.jit
-def sum_factor(words, sums, eps, ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr):
+def sum_factor(
+    words, memory, eps, EPILOGUES: gl.constexpr, ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr
+):
     """[8 ROWS] columns of a round: what finish_task multiplies products by. It is known before
-    these are, so nobody need wait for both.
+    these are, so nobody need wait for both; what the epilogue takes besides is asked for, too.
     """
     factor = gl.full([UNIT_ROWS * ROWS], 1.0, gl.float32, layout=ROUND_COLUMNS)
-    if words[OPCODE] < MAX_EPILOGUES:  # noqa: SIM102  other instructions have no such flags
+    if words[OPCODE] < MAX_EPILOGUES:  # other instructions have no such flags
+        for i in gl.static_range(count(EPILOGUES)):
+            if asks_early(EPILOGUES, i):  # noqa: SIM102  a constant
+                if words[OPCODE] == i:
+                    ask_early(words, memory, EPILOGUES, i, ROWS)
         if (words[PACKED] & NORMED) != 0:
-            factor = norm_factors(words, sums, eps, ROWS, WHOLE_SLICES)
+            factor = norm_factors(words, memory.sums, eps, ROWS, WHOLE_SLICES)
     return factor
 
 
