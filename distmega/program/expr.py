@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import TypeVar
 
@@ -93,6 +94,12 @@ def parse(text: str) -> Expr:
     """
     if not isinstance(text, str):
         raise _unreadable(text, type(text).__name__)
+    return _parse(text)
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> Expr:
+    """parse of a text. Programs of layers ask for few texts thousands of times."""
     if len(text) > MAX_CHARS:
         raise _too_large(text, MAX_CHARS, f"{len(text)} characters", f"{MAX_CHARS}")
     for parts, found, most in (
