@@ -1,14 +1,25 @@
-"""What reads models that our own decoders do not cover, which takes torch and transformers:
-imported when there is one. See distmega/lazy.py."""
+"""What reads models that our own decoders do not cover, which takes torch and transformers, and
+files and tokenizers of published ones: imported when there is one. See distmega/lazy.py."""
 
 from typing import TYPE_CHECKING
 
 from distmega.lazy import late_imports
 
 if TYPE_CHECKING:
+    from distmega.models.gguf.tokenizer import tokenizer_from_gguf
+    from distmega.models.huggingface.safetensors_source import read_safetensors
+    from distmega.models.huggingface.tokenizer import TOKENIZER_FILE, tokenizer_from_folder
     from distmega.torch_import.huggingface.decoders import HfDecoder
     from distmega.torch_import.huggingface.source import read_decoder, read_weights
 
-__all__ = ["HfDecoder", "read_decoder", "read_weights"]
+__all__ = [
+    "TOKENIZER_FILE",
+    "HfDecoder",
+    "read_decoder",
+    "read_safetensors",
+    "read_weights",
+    "tokenizer_from_folder",
+    "tokenizer_from_gguf",
+]
 
 __getattr__ = late_imports(__name__)

@@ -15,9 +15,6 @@ from distmega.models.decoder import AnyDecoder
 from distmega.models.gguf.config import config_from_gguf
 from distmega.models.gguf.file import open_gguf
 from distmega.models.gguf.source import read_gguf
-from distmega.models.gguf.tokenizer import tokenizer_from_gguf
-from distmega.models.huggingface.safetensors_source import read_safetensors
-from distmega.models.huggingface.tokenizer import TOKENIZER_FILE, tokenizer_from_folder
 from distmega.models.text.tokenizer import Tokenizer, byte_tokenizer
 from distmega.models.weights.random_source import RandomReader
 from distmega.models.weights.tensors import RopeTableReader, WeightReader, weight_specs
@@ -60,13 +57,13 @@ def open_model(name: str | PathLike[str], *, seed: int = 0) -> ModelSource:
     if not isinstance(config, ModelConfig):
         return _open_other(location, config)
     if location.kind == "folder":
-        readers = read_safetensors(location.path, config)
+        readers = late.read_safetensors(location.path, config)
         return _source(location, config, readers, _folder_tokenizer(location.path, config))
     random = {
         spec.name: RandomReader(spec=spec, seed=seed) for spec in weight_specs(config).values()
     }
     beside = location.path.parent if location.kind == "config" else None
-    if beside and (beside / TOKENIZER_FILE).is_file():
+    if beside and (beside / late.TOKENIZER_FILE).is_file():
         return _source(location, config, random, _folder_tokenizer(beside, config))
     return _source(location, config, random, lambda: byte_tokenizer(config.vocab))
 
@@ -84,7 +81,7 @@ def _open_other(location: Location, config: AnyDecoder) -> ModelSource:
         name=location.name,
         config=config,
         readers=late.read_weights(location.path, config),
-        make_tokenizer=lambda: tokenizer_from_folder(location.path, config.eos_ids),
+        make_tokenizer=lambda: late.tokenizer_from_folder(location.path, config.eos_ids),
     )
 
 
@@ -93,12 +90,12 @@ def _open_gguf(location: Location) -> ModelSource:
     config = config_from_gguf(file)
     readers = read_gguf(file, config)
     return _source(
-        location, config, readers, lambda: tokenizer_from_gguf(file.metadata, config.eos_ids)
+        location, config, readers, lambda: late.tokenizer_from_gguf(file.metadata, config.eos_ids)
     )
 
 
 def _folder_tokenizer(folder: Path, config: ModelConfig) -> Callable[[], Tokenizer]:
-    return lambda: tokenizer_from_folder(folder, config.eos_ids)
+    return lambda: late.tokenizer_from_folder(folder, config.eos_ids)
 
 
 def _source(

@@ -8,10 +8,8 @@ metadata, and byte_tokenizer here serves models of random weights.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-
 from distmega.errors import ModelError, RequestError
+from distmega.models.text import late
 from distmega.models.text.chat_template import render_chat
 
 _REPLACEMENT = "\ufffd"
@@ -27,7 +25,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: "late.Backend",
         *,
         eos_ids: tuple[int, ...] = (),
         chat_template: str = "",
@@ -145,9 +143,11 @@ def byte_tokenizer(vocab: int) -> Tokenizer:
         found = f"a vocabulary of {vocab} has no tokenizer"
         raise ModelError(found, expected="at least 256, one id a byte", remedy="enlarge vocab_size")
     tokens = [*byte_letters(), *(f"<{n}>" for n in range(256, vocab))]
-    backend = Backend(models.BPE(vocab={token: n for n, token in enumerate(tokens)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    backend = late.Backend(
+        late.models.BPE(vocab={token: n for n, token in enumerate(tokens)}, merges=[])
+    )
+    backend.pre_tokenizer = late.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = late.decoders.ByteLevel()
     return Tokenizer(backend)
 
 

@@ -296,7 +296,7 @@ def _test(
     match: _Match,
     small: UGraph,
     wanted: int,
-    rng: np.random.Generator,
+    rng: "np.random.Generator",
     symbols: Collection[float] = (),
 ) -> set[str]:
     """Runs so many valid tests; the uninterpreted functions. VerifyError on a mismatch."""
@@ -343,7 +343,7 @@ def is_as_good(
 
 def _compare(
     match: _Match,
-    rng: np.random.Generator,
+    rng: "np.random.Generator",
     run: Callable[[UGraph, dict[str, Planes]], dict[str, Planes]],
 ) -> tuple[int, float]:
     """Compares in floats, along reduced axes at large extents; how many cases said something, and

@@ -71,7 +71,7 @@ class RandomFields(Arithmetic):
     """
 
     def __init__(
-        self, num_tests: int, rng: np.random.Generator, symbols: Collection[float] = ()
+        self, num_tests: int, rng: "np.random.Generator", symbols: Collection[float] = ()
     ) -> None:
         self._symbols = {
             value: tuple(rng.integers(1, modulus, 1, dtype=np.int64) for modulus in (P, Q))
@@ -165,7 +165,7 @@ def _defined(a: Array, b: Array, found: Array) -> Array:
     return np.where((a == NOTHING) | (b == NOTHING), NOTHING, found)
 
 
-def sample_planes(shape: Sequence[int], num_tests: int, rng: np.random.Generator) -> Planes:
+def sample_planes(shape: Sequence[int], num_tests: int, rng: "np.random.Generator") -> Planes:
     """Independent residues mod p and mod q, as those of a random number mod p q are."""
     return tuple(
         rng.integers(0, modulus, (num_tests, *shape), dtype=np.int64) for modulus in (P, Q)
