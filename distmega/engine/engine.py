@@ -68,6 +68,7 @@ from distmega.kernels.runners import (
     plan_hopper,
     unfold,
 )
+from distmega.kernels.runtime import warm_up
 from distmega.kernels.runtime.memory import allocate_arena, arena_views, spanning_view
 from distmega.kernels.runtime.stepping import SteppingRunner
 from distmega.kernels.runtime.streams.signals import open_signals
@@ -133,6 +134,8 @@ class Engine:
         self._calls = Calls()
         self._num_decoded = 1
         on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            warm_up.begin(self.device, partial(open_plans("triton").get, "triton"))
         index = mesh.coordinate(comm.rank).get(AXIS, 0)
         asked = source.config, mesh, index, options, logits, self._method
         self._kept = open_plans(asked, _facts_of(self.device)) if on_gpu else NOTHING_KEPT
@@ -163,6 +166,7 @@ class Engine:
         load_weights(
             open_copies(source, plan.kv_copies), allocations, coordinate, weights, progress
         )
+        warm_up.finish()
         fingerprints = [plan.fingerprint()]
         fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
         require_agreement(comm, plan, fingerprints)

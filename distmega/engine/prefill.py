@@ -38,6 +38,8 @@ from distmega.hostir.passes.resize import resize_inputs
 from distmega.hostir.run.cuda_graph import CapturedHost, GraphMemory, capture_on_ranks
 from distmega.hostir.run.deadline import ends_within
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.runtime import late
+from distmega.kernels.runtime.compilations import has_triton
 from distmega.models.decoder import PEAKS, Logits
 from distmega.program.types import KNOWN
 
@@ -57,12 +59,13 @@ Tensors = Mapping[str, Tensor]
 @dataclass(slots=True)
 class _Program:
     """A program of one size. given: its inputs, parts of `rows`, which one copy fills, and weights
-    that it knows under other names.
+    that it knows under other names. rehearses: its kernels may have to be compiled.
     """
 
     evaluator: Evaluator
     rows: Tensor
     given: dict[str, Tensor]
+    rehearses: bool
     used: bool = False
     graph: CapturedHost | None = None
 
@@ -89,6 +92,7 @@ class Prefills:
         """By rows, logits, and whether sequences are long."""
         self._planned: dict[tuple[int, Logits], HostProgram] = {}
         self._memory: GraphMemory | None = None
+        self._plans_anew = False
 
     def run(
         self,
@@ -157,6 +161,8 @@ class Prefills:
         program.rows.copy_(rows, non_blocking=on_gpu)
         if program.used and program.graph is None and self._captures and logits == "none":
             program.graph = self._capture(program, tensors)
+        if not program.used and program.rehearses:
+            self._compile_ahead(program, tensors)
         program.used = True
         if program.graph is not None:
             return program.graph.run({})
@@ -172,7 +178,9 @@ class Prefills:
             rows = torch.zeros(sum(lengths), dtype=torch.int64, device=self._device)
             parts = rows.split(lengths)  # type: ignore[no-untyped-call]
             given = joined | dict(zip(ROWS, parts, strict=True)) | self._known(evaluator.host)
-            found = self._programs[key] = _Program(evaluator, rows, given)
+            rehearses = self._plans_anew and self._device.type == "cuda"
+            found = self._programs[key] = _Program(evaluator, rows, given, rehearses)
+            self._plans_anew = False
         return found
 
     def _known(self, host: HostProgram) -> dict[str, Tensor]:
@@ -215,6 +223,7 @@ class Prefills:
         """The program of a size, proven where that takes no other stage, with symmetric buffers for
         all sizes.
         """
+        self._plans_anew = True
         host = lower_prefill(self._decode_plan, size, logits)
         options, context = self._decode_plan.options, self._decode_plan.max_context
         most = max(size, min(options.max_batched_tokens, context * options.batch))
@@ -240,6 +249,15 @@ class Prefills:
             self._captures = False
             logger.warning("prompts run op by op, not as CUDA graphs: %s", problem)
         return captured
+
+    def _compile_ahead(self, program: _Program, tensors: Tensors) -> None:
+        """Compiles the kernels of a program side by side: one after the other, as they are first
+        launched, those of a layer would take 3 s. Where the program is from an earlier process,
+        Triton's cache has most of them.
+        """
+        if has_triton():
+            with late.launching_nothing(self._device):
+                program.evaluator.rehearse({**tensors, **program.given})
 
     def _wait(self) -> None:
         """Until what is queued has ended. Nobody else watches a collective inside a graph."""

@@ -412,6 +412,10 @@ class DeviceOps(Protocol):
         """As compile_op."""
         ...
 
+    def by_kernel(self, op: Op, coordinate: Coordinate) -> OpFunction | None:
+        """As compile, of an op whose kernels must be compiled before they run; None for others."""
+        ...
+
 
 class TorchOps:
     """All by torch."""
@@ -421,6 +425,9 @@ class TorchOps:
 
     def compile(self, op: Op, coordinate: Coordinate) -> OpFunction:
         return compile_op(op, coordinate)
+
+    def by_kernel(self, op: Op, coordinate: Coordinate) -> OpFunction | None:
+        return None
 
 
 def run_op(op: Op, operands: Mapping[str, Tensor], coordinate: Coordinate) -> dict[str, Tensor]:

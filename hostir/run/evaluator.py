@@ -9,6 +9,7 @@ program allows; check.py proves that for the device as well. Next: kernels/megak
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -138,6 +139,18 @@ class Evaluator:
                 finally:
                     self._streams.end()
         return {name: frame.tensors[name] for name in self.host.outputs}
+
+    def rehearse(self, tensors: Mapping[str, Tensor]) -> None:
+        """Launches the kernels of a run, once for operands of one kind, on memory that nobody has
+        computed: for a caller who sees to it that they are compiled and do not run. States keep
+        their values but for what the run itself would write. Nothing is communicated.
+        """
+        frame = Frame({buffer.name: _fitting(buffer, tensors) for buffer in self._given})
+        rehearsal = _Rehearsal(
+            self.host, self.comm, self.kernels, self.device, None, self.ops, self.matmuls
+        )
+        with torch.no_grad():
+            rehearsal.block(self.host.body, 0)(frame)
 
     @property
     def graph_breaks(self) -> tuple[str, ...]:
@@ -438,6 +451,50 @@ class _Compiler:
                 f.group.append(handle)
 
         return run
+
+
+class _Rehearsal(_Compiler):
+    """See Evaluator.rehearse."""
+
+    def step(self, node: Node, index: int) -> Step | None:
+        match node:
+            case LibraryOp(op=op):
+                return self.library_op(node) if op.is_view else self.rehearsed(op)
+            case FusedMatmul():
+                return self.allocating(node.writes)
+            case Allocate() | Deallocate() | SliceView():
+                return self.storage(node)
+            case ForLoop(index=name, body=body):
+                return self.loop(name, 1, self.block(body, index + 1))
+            case _:
+                return None
+
+    def allocating(self, names: Sequence[str]) -> Step:
+        """Memory for results that have none yet."""
+        new = [self.buffers[name] for name in names if name not in self.shared]
+        return lambda f: f.tensors.update({b.name: empty_tensor(b, self.device) for b in new})
+
+    def rehearsed(self, op: program.Op) -> Step:
+        """Calls an op's kernels unless they were called with such operands before."""
+        function, names = self.ops.by_kernel(op, self.coordinate), op_operands(op)
+        allocate = self.allocating([] if kind_of(op).inplace else [a.tensor for a in op.writes])
+
+        def rehearse(f: Frame) -> None:
+            if function is not None:
+                xs = [f.tensors[name] for name in names]
+                kinds = [(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in xs]
+                key = op.kind, op.attrs, op.axes, *kinds
+                if key not in self.known:
+                    self.known.add(key)
+                    function(xs)
+            allocate(f)
+
+        return rehearse
+
+    @cached_property
+    def known(self) -> set[tuple[object, ...]]:
+        """Kinds, attributes and operands of the ops that were called."""
+        return set()
 
 
 def _number(node: Collective, key: str) -> int:

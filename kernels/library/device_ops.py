@@ -105,13 +105,22 @@ class KernelOps:
 
     def compile(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction:
         """As library.compile_op."""
+        found = self.by_kernel(op, coordinate)
+        if found is not None:
+            return found
+        if op.kind == "attention" and self.masked and _is_plain(op):
+            return compile_masked_attention(op)
+        return compile_op(op, coordinate)
+
+    def by_kernel(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction | None:
+        """As compile, of an op that kernels of this package do; None for the others."""
         if op.kind == FUSED_GRAPH:
             return compile_graph(op, self.rules)
         if self.groups != "torch" and self._multiplies_groups(op, NO_TENSORS):
             multiply = partial(late.grouped_linear, schedule=self.groups)
             return compile_grouped_linear(op, coordinate, multiply)
         if grouped_index(op) is not None:
-            return compile_op(op, coordinate)
+            return None
         if kind_of(op).is_elementwise and len(op.reads) <= MAX_INPUTS:
             return compile_pointwise(op, pointwise_results)
         if kind_of(op).is_norm:
@@ -142,9 +151,7 @@ class KernelOps:
         if op.kind == "attention" and _is_a_row_each(op) and has_triton():
             scale, window = number(op, "scale"), int(number(op, "window"))
             return lambda xs: (late.attend_each(xs[0], xs[1], xs[2], xs[3], scale, window),)
-        if op.kind == "attention" and self.masked and _is_plain(op):
-            return compile_masked_attention(op)
-        return compile_op(op, coordinate)
+        return None
 
 
 def shaped_product(

@@ -27,6 +27,7 @@ from distmega.hostir.library import experts as library
 from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.events import GroupTiles, drains_groups_faster
 from distmega.kernels.library.limits import GROUP_ALIGNED, GROUP_DTYPES, has_tiles
+from distmega.kernels.runtime.ahead import launch
 from distmega.program.ops.experts import GroupRange
 
 Schedule = Literal["auto", "static", "drained"]
@@ -165,7 +166,8 @@ def grouped_linear(
             (x.contiguous(), tiles.rows), (w.contiguous().view(-1, w.shape[2]), tiles.columns)
         )
     )  # fmt: skip
-    multiply_groups[(programs,)](
+    launch(
+        multiply_groups, (programs,),
         rows, matrices, out, offsets[groups.first :], head, here, x.shape[0], w.shape[1],
         w.shape[2], triton.cdiv(most_rows, tiles.rows), slots=triton.next_power_of_2(here),
         drained=drained, num_rows=tiles.rows, num_columns=tiles.columns, depth=depth,

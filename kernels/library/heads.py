@@ -22,6 +22,7 @@ from triton import language as tl
 from distmega.hostir.library import heads as library
 from distmega.hostir.library.heads import Heads
 from distmega.hostir.passes.fuse_heads import MAX_PARTS
+from distmega.kernels.runtime.ahead import launch
 
 MOST_ELEMENTS = 4096
 """Of x that a program holds."""
@@ -127,7 +128,9 @@ def move_heads(
     specs = tuple(_spec(part, x.shape[1], x.shape[2]) for part, x in zip(parts, known, strict=True))
     nothing = positions
     blocks = sum(triton.cdiv(x.shape[1], s.heads) for x, s in zip(known, specs, strict=True))
-    move_rows[(len(positions), blocks)](
+    launch(
+        move_rows,
+        (len(positions), blocks),
         tuple(known),
         tuple(nothing if part.weight is None else part.weight for part in parts),
         tuple(part.out for part in parts),

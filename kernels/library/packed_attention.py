@@ -26,6 +26,7 @@ from distmega.hostir.library import ops as library
 from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.library.attention_kernel import KEYS, ROWS, AttentionSpec, attend_kernel
 from distmega.kernels.library.limits import PACKED_ALIGNED, PACKED_DIM, PACKED_DTYPES, has_tiles
+from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
 
 LOG2_E = 1 / math.log(2)
@@ -200,7 +201,8 @@ def attend_by_groups(
         windowed=window > 0,
         stages=STAGES[dim],
     )
-    attend_kernel[(num_sms(q.device.index),)](
+    launch(
+        attend_kernel, (num_sms(q.device.index),),
         *descriptors, out, starts, positions, starts.shape[0] - 1, k_cache.shape[-2], kv_heads,
         kv_heads * group * dim, window, scale * LOG2_E, spec=spec, num_warps=4,
     )  # fmt: skip
@@ -228,7 +230,8 @@ def attend_by_tiles(
         for cache in (k_cache, v_cache)
     )
     most_tiles = triton.cdiv(num_rows, tiles.rows) + min(num_sequences, num_rows) - 1
-    attend_rows[(kv_heads * group, most_tiles)](
+    launch(
+        attend_rows, (kv_heads * group, most_tiles),
         heads, keys, values, out, starts, positions, num_sequences, k_cache.shape[-2], kv_heads,
         *heads.stride()[:2], scale * LOG2_E, window, group=group, dim=dim, padded=padded,
         windowed=window > 0, slots=triton.next_power_of_2(num_sequences), num_rows=tiles.rows,

@@ -20,6 +20,7 @@ from torch import Tensor
 from triton import language as tl
 
 from distmega.hostir.library import ops as library
+from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.gpus import num_sms
 
 LOG2_E = 1 / math.log(2)
@@ -156,15 +157,25 @@ def attend_each(
         maxima = torch.empty(lines, dtype=torch.float32, device=q.device)
         sums = torch.empty(lines, dtype=torch.float32, device=q.device)
     padded = max(LEAST_ROWS, triton.next_power_of_2(dim))
-    attend_part[(kv_heads, sequences, num_parts)](
+    launch(
+        attend_part, (kv_heads, sequences, num_parts),
         q, k_cache, v_cache, parts, maxima, sums, positions, *q.stride()[:3], context,
         scale * LOG2_E, window, num_parts, group=group,
         rows=max(LEAST_ROWS, triton.next_power_of_2(group)), dim=dim, padded=padded,
         windowed=window > 0, alone=alone, num_keys=NUM_KEYS, num_warps=4, num_stages=3,
     )  # fmt: skip
     if not alone:
-        join_parts[(lines[1],)](
-            parts, maxima, sums, out, num_parts, dim=dim, padded=padded, num_warps=1
+        launch(
+            join_parts,
+            (lines[1],),
+            parts,
+            maxima,
+            sums,
+            out,
+            num_parts,
+            dim=dim,
+            padded=padded,
+            num_warps=1,
         )
     return out
 

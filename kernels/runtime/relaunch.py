@@ -12,6 +12,9 @@ from threading import Thread
 import torch
 import triton
 
+from distmega.kernels.runtime import warm_up
+from distmega.kernels.runtime.ahead import launches_nothing
+
 
 class Launcher:
     """Arguments of later calls must be of the kind, and as aligned, as those of the first."""
@@ -31,16 +34,18 @@ class Launcher:
         self._preparing: Thread | None = None
 
     def prepare(self, *arguments: object) -> None:
-        """Compiles in a thread of its own what launches of such arguments need; nothing runs. The
-        first launch waits for it.
+        """Compiles and loads in a thread of its own what launches of such arguments need; nothing
+        runs. The first launch waits for it.
         """
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
         def compile_kernel() -> None:
             if device is not None:
                 torch.cuda.set_device(device)
+            warm_up.finish()
             given = {**self._constants, **self._options}
-            self._kernel.warmup(*arguments, grid=(self._num_programs,), **given)
+            compiled = self._kernel.warmup(*arguments, grid=(self._num_programs,), **given)
+            compiled.run  # noqa: B018  compiles its launcher and loads it
 
         self._preparing = Thread(target=compile_kernel, daemon=True)
         self._preparing.start()
@@ -52,6 +57,10 @@ class Launcher:
             self._preparing = None
         if self._run is not None:
             self._run(*arguments, *self._constants.values())
+            return
+        if launches_nothing():
+            given = {**self._constants, **self._options}
+            self._kernel.warmup(*arguments, grid=(self._num_programs,), **given)
             return
         launch = self._kernel[(self._num_programs,)]
         compiled = launch(*arguments, **self._constants, **self._options)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from distmega.errors import ProgramError
+from distmega.kernels.runtime import late
 from distmega.kernels.ugraphs.source import GraphLaunch, graph_source, kernel_tensors
 from distmega.superopt.graph.ugraph import GraphTensor, UGraph
 
@@ -64,7 +65,7 @@ class GraphRunner:
                 arguments = [values[name] for name in kernel_tensors(kernel)]
                 options = {"num_warps": launch.num_warps, "launch_pdl": launch.starts_early(kernel)}
                 num_blocks = launch.resident or kernel.num_blocks
-                self._kernels[kernel.name][(num_blocks,)](*arguments, **options)
+                late.launch(self._kernels[kernel.name], (num_blocks,), *arguments, **options)
         return {name: values[name] for name in self.graph.outputs}
 
     def shape(self, tensor: GraphTensor) -> tuple[int, ...]:

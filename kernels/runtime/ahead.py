@@ -1,0 +1,100 @@
+"""Kernels compiled before they run, several at once.
+
+In: a block in which kernels are launched, or warmed up. Out: the kernels, compiled, and those that
+were launched, ready to run. Used by pipelined/families.py and engine/prefill.py; next:
+../pipelined/tuning.py.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+
+MOST_THREADS = 16
+_PARSING = threading.Lock()
+_parse = triton.JITFunction.parse
+_here = threading.local()
+
+
+def _parse_alone(function: triton.JITFunction) -> Any:
+    with _PARSING:
+        return _parse(function)
+
+
+@contextmanager
+def compiling(num_kernels: int) -> Iterator[None]:
+    """Within it kernels' warmup only starts to compile; all are done when it ends."""
+    threads = min(num_kernels, os.cpu_count() or 1)
+    with _parsing_in_turn(), ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
+        yield
+
+
+@contextmanager
+def launching_nothing(device: torch.device) -> Iterator[None]:
+    """Within it `launch`, in this thread, only starts to compile for a GPU; when it ends all those
+    kernels are compiled and loaded, so that a launch waits for nothing. One that can't be raises
+    its error when it is launched.
+    """
+    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    with (
+        _parsing_in_turn(),
+        ThreadPoolExecutor(threads) as pool,
+        triton.AsyncCompileMode(_Loading(pool, device), ignore_errors=True),
+    ):
+        _here.launches_nothing = True
+        try:
+            yield
+        finally:
+            _here.launches_nothing = False
+
+
+def launches_nothing() -> bool:
+    """Whether this thread is in a block of that kind."""
+    return getattr(_here, "launches_nothing", False)
+
+
+def launch(
+    kernel: triton.JITFunction, grid: tuple[int, ...], *arguments: object, **options: object
+) -> None:
+    """kernel[grid](...), but within launching_nothing."""
+    if launches_nothing():
+        kernel.warmup(*arguments, grid=grid, **options)
+    else:
+        kernel[grid](*arguments, **options)
+
+
+class _Loading(Executor):
+    """Threads that load what they have compiled: Triton has a C compiler make each launcher, which
+    takes as long as a small kernel does.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, device: torch.device) -> None:
+        self._pool, self._device = pool, device
+
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        return self._pool.submit(self._load, compile_kernel)
+
+    def _load(self, compile_kernel: Callable[[], Any]) -> Any:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        kernel = compile_kernel()
+        kernel.run  # noqa: B018  makes the launcher and loads both
+        return kernel
+
+
+@contextmanager
+def _parsing_in_turn() -> Iterator[None]:
+    """Within it threads parse kernels one at a time: Python 3.11 counts the depth of all threads'
+    syntax trees together, and raises SystemError where the garbage collector lets another thread in
+    (python/cpython#106905).
+    """
+    triton.JITFunction.parse = _parse_alone
+    try:
+        yield
+    finally:
+        triton.JITFunction.parse = _parse

@@ -1,0 +1,85 @@
+"""What a process's first kernels wait for, done in a thread beside the planning of what they do.
+
+In: a GPU, and how values are kept for the next process. Out: nothing; later calls find Triton's
+driver loaded and its own key known, cuBLAS with a handle, torch's kernels of a first prompt loaded.
+Used by engine.py; next on the walk: relaunch.py.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+Keep = Callable[[object, Callable[[], str]], str]
+"""Takes what a value depends on and what makes it: the value, kept or new."""
+
+_begun: dict[int, list[Thread]] = {}
+
+_log = logging.getLogger(__name__)
+
+
+def begin(device: torch.device, keep: Keep) -> None:
+    """Starts the threads, once for a GPU."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index in _begun:
+        return
+    works = partial(_load_torch, torch.device("cuda", index)), partial(_load_triton, keep)
+    _begun[index] = [
+        Thread(target=_run, args=(index, work), name="warm-up", daemon=True) for work in works
+    ]
+    for thread in _begun[index]:
+        thread.start()
+
+
+def finish() -> None:
+    """Waits for what was begun. Whoever compiles or captures does it first."""
+    for threads in _begun.values():
+        for thread in threads:
+            thread.join()
+
+
+def _run(index: int, work: Callable[[], None]) -> None:
+    try:
+        torch.cuda.set_device(index)
+        work()
+    except Exception as error:  # who needs it meets the error again, and reports it
+        _log.debug("warming up: %s", error)
+
+
+def _load_torch(device: torch.device) -> None:
+    """Lets cuBLAS begin, and torch load the kernel that looks up rows."""
+    x = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
+    torch.nn.functional.linear(x, x)
+    x.index_select(0, torch.zeros(1, dtype=torch.int64, device=device))
+
+
+def _load_triton(keep: Keep) -> None:
+    if find_spec("triton") is not None:
+        find_key(import_module("triton.runtime.cache"), keep)
+        driver: Any = import_module("triton.runtime.driver")
+        driver.active.utils  # noqa: B018  compiles and loads it
+
+
+def find_key(module: Any, keep: Keep) -> None:
+    """Spares this process the hash of all of Triton, 0.4 s of a core, that names its cache, where
+    an earlier one took it of the same files. module: triton.runtime.cache.
+    """
+    if not hasattr(module, "triton_key"):  # another Triton
+        return
+    key = keep(tuple(_files_of(Path(module.__file__).parents[1])), module.triton_key)
+    module.triton_key = lambda: key
+
+
+def _files_of(folder: Path) -> Iterator[str]:
+    """The files that Triton hashes, and when they were written."""
+    folders = ("_C", "backends", "compiler", "language", "runtime")
+    for path in sorted(path for name in folders for path in (folder / name).rglob("*")):
+        if path.suffix in (".py", ".so"):
+            about = path.stat()
+            yield f"{path} {about.st_size} {about.st_mtime_ns}"

@@ -1,0 +1,90 @@
+"""A rehearsal calls kernels as a run does, once for each kind, and computes nothing."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.engine.decode_plan import lower_decode, lower_prefill, plan_decode
+from distmega.engine.requests import EngineOptions
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.library.pointwise import OpFunction
+from distmega.hostir.library.torch_types import empty_tensor
+from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.library.device_ops import KernelOps
+from distmega.kernels.machines import H200
+from distmega.models.config import ModelConfig
+from distmega.program.types import Op
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.superopt.rules import shipped_rules
+
+ALONE = DeviceMesh(tp=1)
+LAYERS = 3
+DENSE = ModelConfig(
+    architecture="qwen3", hidden=64, num_layers=LAYERS, num_heads=4, num_kv_heads=2, head_dim=16,
+    ffn=96, vocab=80, max_positions=64, qk_norm=True,
+)  # fmt: skip
+EXPERTS = ModelConfig(
+    architecture="qwen3_moe", hidden=64, num_layers=LAYERS, num_heads=4, num_kv_heads=2,
+    head_dim=16, ffn=96, vocab=80, max_positions=64, qk_norm=True, num_experts=4,
+    experts_per_token=2, expert_ffn=32,
+)  # fmt: skip
+
+
+class Watched(KernelOps):
+    """Notes what is done by kernels: the op's kind and extents, and what its operands are like."""
+
+    def __init__(self) -> None:
+        super().__init__(rules=shipped_rules())
+        self.seen: list[tuple[object, ...]] = []
+
+    def by_kernel(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction | None:
+        function = super().by_kernel(op, coordinate)
+        if function is None:
+            return None
+
+        def call(xs: Sequence[Tensor]) -> Sequence[Tensor]:
+            likes = [(x.shape, x.stride(), x.dtype) for x in xs]
+            self.seen.append((op.kind, op.attrs, op.axes, *likes))
+            return function(xs)
+
+        return call
+
+
+def prompt_program(config: ModelConfig, batch: int) -> HostProgram:
+    options = EngineOptions(max_context=64, batch=batch)
+    staged = plan_decode(config, ALONE, H200, options)
+    return lower_prefill(lower_decode(config, staged, options, peer_memory=True), 32, "none")
+
+
+def tensors_of(host: HostProgram) -> dict[str, Tensor]:
+    given = {b.name: empty_tensor(b, torch.device("cpu")) for b in host.buffers if b.role != "temp"}
+    for x in given.values():
+        x.copy_(torch.rand(x.shape) / 8 if x.is_floating_point() else torch.zeros(x.shape))
+    if "starts" in given:
+        given["starts"][1:] = 32
+    return given
+
+
+@pytest.mark.parametrize(("config", "batch"), [(DENSE, 1), (DENSE, 3), (EXPERTS, 1)])
+def test_kernels_see_what_a_run_gives_them(config: ModelConfig, batch: int):
+    host = prompt_program(config, batch)
+    tensors = tensors_of(host)
+    before = {name: x.clone() for name, x in tensors.items()}
+    found = []
+    for rehearses in (True, False):
+        ops = Watched()
+        evaluator = Evaluator(host, SingleCommunicator(ALONE), {}, ops=ops)
+        if rehearses:
+            evaluator.rehearse(tensors)
+            weights = {b.name for b in host.buffers if b.role == "weight"}
+            assert all(torch.equal(tensors[name], before[name]) for name in weights)
+        else:
+            evaluator.run(tensors)
+        found.append(ops.seen)
+    rehearsed, run = found
+    assert set(rehearsed) == set(run)
+    assert len(rehearsed) == len(set(rehearsed)), "each once"
+    assert len(rehearsed) * LAYERS / 2 < len(run)

@@ -1,0 +1,91 @@
+"""Kernels that compile at once, while the garbage collector lets other threads in."""
+
+import gc
+import inspect
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+import triton
+from triton import language as tl
+from triton.experimental import gluon
+
+from distmega.kernels.runtime import ahead
+from tests.kernels import offline
+
+
+@gluon.jit
+def long_kernel(a):
+    a = a + (a * (a + (a * (a + (a * (a + a))))))
+    a = a + (a * (a + (a * (a + (a * (a + a))))))
+    a = a + (a * (a + (a * (a + (a * (a + a))))))
+    a = a + (a * (a + (a * (a + (a * (a + a))))))
+    a = a + (a * (a + (a * (a + (a * (a + a))))))
+    a = a + (a * (a + (a * (a + (a * (a + a))))))
+    return a
+
+
+def parse_often() -> int:
+    return sum(len(long_kernel.parse().body) for _ in range(300))
+
+
+@pytest.fixture
+def yielding_collector() -> Iterator[None]:
+    """Each collection of garbage lets another thread run, as finalizers in Python do."""
+
+    def let_others_run(*_: object) -> None:
+        time.sleep(0)
+
+    gc.callbacks.append(let_others_run)
+    yield
+    gc.callbacks.remove(let_others_run)
+
+
+@pytest.mark.usefixtures("yielding_collector")
+def test_threads_that_parse_at_once():
+    parse = inspect.getattr_static(triton.JITFunction, "parse")
+    with ahead.compiling(1), ThreadPoolExecutor(4) as pool:
+        futures: list[Future[int]] = [pool.submit(parse_often) for _ in range(4)]
+    assert [future.result() for future in futures] == [300] * 4
+    assert inspect.getattr_static(triton.JITFunction, "parse") is parse
+
+
+@triton.jit
+def scale_kernel(x, y, factor: tl.constexpr, block: tl.constexpr):
+    places = tl.arange(0, block)
+    tl.store(y + places, tl.load(x + places) * factor)
+
+
+def test_kernels_are_ready_when_the_block_ends(monkeypatch: pytest.MonkeyPatch):
+    """Each is compiled and loaded once and nothing runs; launches afterwards find them."""
+    launched: list[tuple[object, ...]] = []
+    monkeypatch.setattr(offline._Launcher, "__call__", lambda self, *given: launched.append(given))
+    x = torch.zeros(64)
+
+    def launch_all() -> None:
+        for factor in (2, 3, 2):
+            ahead.launch(scale_kernel, (1,), x, x, factor=factor, block=64, num_warps=1)
+
+    with offline.offline(monkeypatch) as loaded:
+        with ahead.launching_nothing(torch.device("cpu")):
+            assert ahead.launches_nothing()
+            launch_all()
+        assert not ahead.launches_nothing()
+        assert len(loaded) == 2
+        assert not launched
+        launch_all()
+    assert len(loaded) == 2
+    assert len(launched) == 3
+
+
+def test_a_kernel_that_does_not_compile_is_told_when_it_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with offline.offline(monkeypatch):
+        given = scale_kernel, (1,), torch.zeros(64), None
+        with ahead.launching_nothing(torch.device("cpu")):
+            ahead.launch(*given, factor=2, block=63)
+        with pytest.raises(triton.CompilationError):
+            ahead.launch(*given, factor=2, block=63)
