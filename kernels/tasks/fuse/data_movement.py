@@ -17,6 +17,15 @@ Positions = npt.NDArray[np.int64]
 MOVEMENTS = ("view", "transpose", "reshape", "slice")
 
 
+def source_of(name: str, producers: Mapping[str, Op]) -> str:
+    """The tensor that others than movements make and `name` shows."""
+    op = producers.get(name)
+    while op is not None and op.kind in MOVEMENTS:
+        name = op.reads[0].tensor
+        op = producers.get(name)
+    return name
+
+
 def moved(
     name: str, producers: Mapping[str, Op], tensors: Mapping[str, Tensor]
 ) -> tuple[str, Positions]:

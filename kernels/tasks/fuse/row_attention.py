@@ -13,7 +13,13 @@ import numpy as np
 
 from distmega.errors import UnsupportedError
 from distmega.kernels.tasks.fuse.attention import append_to
-from distmega.kernels.tasks.fuse.data_movement import MOVEMENTS, Positions, moved, movements_to
+from distmega.kernels.tasks.fuse.data_movement import (
+    MOVEMENTS,
+    Positions,
+    moved,
+    movements_to,
+    source_of,
+)
 from distmega.kernels.tasks.fuse.state import Fusion, norm_of, num_reduced, out_of
 from distmega.kernels.tasks.fuse.types import Fused, FusedRowAttention, HeadsOfRows, InputNorm
 from distmega.program.kinds import kind_of
@@ -26,7 +32,7 @@ def attends_to_rows(fusion: Fusion, op: Op) -> bool:
     """
     if not kind_of(op).reads_positions:
         return True
-    source, _ = moved(op.reads[1].tensor, fusion.producers, fusion.tensors)
+    source = source_of(op.reads[1].tensor, fusion.producers)
     maker = fusion.producers.get(source)
     if maker is None or not kind_of(maker).appends:
         return maker is not None

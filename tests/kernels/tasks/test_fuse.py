@@ -24,6 +24,7 @@ from distmega.kernels.tasks.fuse import (
     canonical,
     first_that_fits,
     fuse_segment,
+    row_attention,
 )
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
@@ -332,3 +333,12 @@ def test_a_norm_with_another_reader_is_given_to_it():
         name="z", x="", norm=None, length=0, out="z", formula=expr.parse("abs(a0)"),
         operands=("normed",),
     )  # fmt: skip
+
+
+def test_elements_of_caches_are_not_followed_one_by_one(monkeypatch: pytest.MonkeyPatch):
+    """What a decode step attends to is found by names, however long caches are."""
+    followed = []
+    monkeypatch.setattr(row_attention, "moved", lambda *given: followed.append(given))
+    program = build_decoder(PRESETS["tiny-llama"], 1, 256, batch=16)
+    assert any(isinstance(op, FusedAttention) for op in fuse_segment(program))
+    assert not followed
