@@ -30,7 +30,7 @@ from distmega.program import expr
 from distmega.program.expr import Expr
 from distmega.program.types import Op
 
-EARLY, AHEAD = True, True
+EARLY = True
 """Whether launches may begin before what came before them ends, and ask for weights then."""
 HALVES = (torch.bfloat16, torch.float16)
 LINE = tl.constexpr(64)
@@ -51,7 +51,7 @@ def multiply_tiles(x, w, w_start, bias, out, partials, counts, rows, columns, de
                    x_row_units, x_step_units, w_units, parts, tile_rows: tl.constexpr,
                    tile_columns: tl.constexpr, tile_depth: tl.constexpr, unit: tl.constexpr,
                    by_tma: tl.constexpr, turned: tl.constexpr, split: tl.constexpr,
-                   early: tl.constexpr, ahead: tl.constexpr, formula: tl.constexpr):  # fmt: skip
+                   early: tl.constexpr, formula: tl.constexpr):  # fmt: skip
     """A part of a tile of out [rows, columns], contiguous, a program each.
 
     x, w: descriptors of [rows, depth] and [columns, depth] in blocks of a tile where `by_tma`; else
@@ -60,8 +60,8 @@ def multiply_tiles(x, w, w_start, bias, out, partials, counts, rows, columns, de
     and elements of a row x_step_units apart. w_start: w's first element. bias: [columns], or None.
     All in local memory, read but out, written. partials: f32, parts x tiles of them, where `split`;
     counts: i32, one a tile, zero before and after. early: the launch may begin before what came
-    before it ends; ahead: and asks for its part of w then, which may not be known yet, but is read
-    only when it is. formula: of each element with its bias, or None.
+    before it ends, and asks for its part of w then, which may not be known yet, but is read only
+    when it is. formula: of each element with its bias, or None.
     """
     program = tl.program_id(0)
     tile, part = program // parts, program % parts
@@ -74,12 +74,11 @@ def multiply_tiles(x, w, w_start, bias, out, partials, counts, rows, columns, de
     position = left + tl.arange(0, tile_columns)
     if early:
         gdc_launch_dependents()
-        if ahead:
-            start = w_start + position.to(tl.int64)[:, None] * (w_units * unit)
-            near = (position < columns)[:, None]
-            for step in tl.range(first, last):
-                places = step * tile_depth + tl.arange(0, tile_depth // LINE)[None, :] * LINE
-                fetch_ahead(start + places, near & (places < depth))
+        start = w_start + position.to(tl.int64)[:, None] * (w_units * unit)
+        near = (position < columns)[:, None]
+        for step in tl.range(first, last):
+            places = step * tile_depth + tl.arange(0, tile_depth // LINE)[None, :] * LINE
+            fetch_ahead(start + places, near & (places < depth))
         gdc_wait()
     acc = tl.zeros([tile_rows, tile_columns], tl.float32)
     if by_tma:
@@ -197,7 +196,7 @@ class TiledProduct:
             1 if turned else row // unit, step // unit if turned else 1, w.stride(0) // unit,
             tiles.parts, tile_rows=tiles.rows, tile_columns=tiles.columns, tile_depth=tiles.depth,
             unit=unit, by_tma=by_tma, turned=turned, split=tiles.parts > 1, early=EARLY,
-            ahead=AHEAD, formula=self.formula, num_warps=tiles.warps, num_stages=tiles.stages,
+            formula=self.formula, num_warps=tiles.warps, num_stages=tiles.stages,
             launch_pdl=EARLY,
         )  # fmt: skip
         return out

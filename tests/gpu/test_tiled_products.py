@@ -76,7 +76,7 @@ def test_kernels_of_a_graph_wait_for_those_of_other_streams():
                 other = product(product(x, w, bias, ALL[1]), w, bias, ALL[0])
             x = product(x, w, None, ALL[2])
             torch.cuda.current_stream().wait_stream(side)
-            x = product((x + other) * 0.5, w, bias, ALL[3])
+            x = product((x + other) * 0.5, w, bias, ALL[-1])
         return x
 
     expected = both(x)

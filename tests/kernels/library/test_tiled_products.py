@@ -2,14 +2,11 @@
 
 import pytest
 
-from distmega.kernels.library.small_tiles import SmallTiles, choose_small_tiles
+from distmega.kernels.library.small_tiles import TILES, SmallTiles, choose_small_tiles
 from distmega.kernels.library.tiled_products import multiply_tiles
 from distmega.program import expr
 from tests.forked import run_module
 from tests.kernels.sm90 import SHARED_BYTES, compile_kernel
-
-SMALL = [(64, 64, 128, 4), (64, 32, 128, 4), (128, 128, 64, 8)]
-"""Rows, columns, depth, warps."""
 
 
 def test_interpreted_products_are_torchs_however_the_sum_is_cut() -> None:
@@ -19,11 +16,11 @@ def test_interpreted_products_are_torchs_however_the_sum_is_cut() -> None:
 
 
 @pytest.mark.parametrize(("by_tma", "split"), [(True, True), (False, False)])
-@pytest.mark.parametrize("tile", SMALL)
+@pytest.mark.parametrize("tile", TILES)
 def test_tiles_multiply_by_wgmma_and_nothing_spills(
-    tile: tuple[int, ...], by_tma: bool, split: bool
+    tile: SmallTiles, by_tma: bool, split: bool
 ) -> None:
-    rows, columns, depth, warps = tile
+    rows, columns, depth, warps = tile.rows, tile.columns, tile.depth, tile.warps
     types: dict[str, object] = {
         "w_start": "*bf16",
         "bias": "*bf16",
@@ -38,7 +35,7 @@ def test_tiles_multiply_by_wgmma_and_nothing_spills(
     types |= dict.fromkeys(numbers, "i32")
     constants = {
         "tile_rows": rows, "tile_columns": columns, "tile_depth": depth, "unit": 4,
-        "by_tma": by_tma, "turned": False, "split": split, "early": True, "ahead": True,
+        "by_tma": by_tma, "turned": False, "split": split, "early": True,
         "formula": expr.parse("gelu(a0)"),
     }  # fmt: skip
     code = compile_kernel(multiply_tiles, types, constants, warps, None)
@@ -63,14 +60,19 @@ def test_products_with_few_tiles_take_small_ones(
     assert choose_small_tiles(*extents, SMS, has_formula=has_formula)
 
 
-@pytest.mark.parametrize("extents", [(1, 768, 768), (256, 2048, 8192), (2048, 768, 768)])
+@pytest.mark.parametrize(
+    "extents", [(1, 768, 768), (256, 2048, 8192), (2048, 768, 768), (32, 2048, 2048)]
+)
 def test_others_are_the_librarys(extents: tuple[int, int, int]) -> None:
     assert choose_small_tiles(*extents, SMS, has_formula=False) is None
 
 
-def test_long_sums_of_few_tiles_are_cut() -> None:
-    whole = choose_small_tiles(128, 768, 768, SMS, has_formula=False)
-    cut = choose_small_tiles(128, 768, 3072, SMS, has_formula=False)
-    assert isinstance(whole, SmallTiles)
-    assert isinstance(cut, SmallTiles)
-    assert (whole.parts, cut.parts) == (1, 4)
+def test_a_formula_inside_makes_small_tiles_pay() -> None:
+    assert choose_small_tiles(96, 96, 96, SMS, has_formula=False) is None
+    assert choose_small_tiles(96, 96, 96, SMS, has_formula=True)
+
+
+def test_an_sm_has_the_programs_of_a_wave() -> None:
+    for tiles in TILES:
+        slots = tiles.stages * (tiles.rows + tiles.columns) * tiles.depth * 2
+        assert slots * tiles.resident <= SHARED_BYTES
