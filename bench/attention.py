@@ -104,8 +104,7 @@ def measure(case: Case) -> str:
     replays: dict[str, Callable[[], object]] = {}
     found: dict[str, Tensor] = {}
     graphs = []
-    calls = make_calls(case)  # kept until the end: replays read what they were given
-    for name, call in calls.items():
+    for name, call in make_calls(case).items():
         try:
             graph, out = captured(call)
         except RuntimeError as error:

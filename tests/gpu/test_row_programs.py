@@ -20,8 +20,10 @@ from tests.kernels.row_programs import (
     SELF_ATTENTION,
     attending,
     attending_rows,
+    crossing,
     prompt,
     random_values,
+    sequences,
 )
 
 pytestmark = pytest.mark.gpu
@@ -85,6 +87,21 @@ def test_rows_that_see_each_other(name):
 @pytest.mark.parametrize(("rows", "dim"), [(1, 64), (2, 128), (16, 256), (33, 64), (64, 128)])
 def test_any_rows_that_see_those_before(rows, dim):
     check(attending_rows(rows, sees="position", dim=dim))
+
+
+@pytest.mark.parametrize(
+    ("rows", "memory", "given"),
+    [(3, 5, ""), (40, 2, ""), (3, 70, "input"), (3, 20, "weight"), (4, 200, "state")],
+)
+def test_rows_that_see_other_rows(rows, memory, given):
+    check(crossing(rows, memory, given=given))
+
+
+@pytest.mark.parametrize(
+    ("num", "rows", "mask"), [(2, 8, ()), (3, 7, (1, 4, 7, 7)), (5, 3, (5, 1, 1, 3))]
+)
+def test_sequences_that_see_nothing_of_each_other(num, rows, mask):
+    check(sequences(num, rows, mask=mask))
 
 
 @pytest.mark.parametrize("name", PROMPTS)

@@ -234,6 +234,51 @@ SELF_ATTENTION: Mapping[str, Mapping[str, Any]] = MappingProxyType({
 """For `attending_rows` of 5 rows."""
 
 
+def crossing(rows: int, memory: int, *, given: str = "", dim: int = 32) -> Program:
+    """Rows that see those before, then rows of another input: a layer of a decoder with an encoder.
+    given: "input", "weight" or "state", where keys and values of the latter are given as heads.
+    """
+    p = ProgramBuilder("crossing")
+    x, heads, kv_heads = p.input("x", (rows, HIDDEN), "bf16"), 6, 2
+    before = p.input("mask", (1, 1, rows, rows), "bool")
+
+    def turned(y: Handle) -> Handle:
+        split = p.reshape(y, (1, y.shape[0], y.shape[1] // dim, dim))
+        return p.transpose(split, (0, 2, 1, 3))
+
+    def joined(mixed: Handle) -> Handle:
+        return p.reshape(p.transpose(mixed, (0, 2, 1, 3)), (rows, heads * dim))
+
+    n = rms(p, x, "n")
+    own = [turned(matrix(p, n, heads * dim, f"own_{name}")) for name in "qkv"]
+    x = p.pointwise("a0 + a1", x, matrix(p, joined(p.attend(*own, before, 0.1)), HIDDEN, "own_o"))
+    q = turned(matrix(p, rms(p, x, "m"), heads * dim, "q"))
+    if given:
+        declared = {"input": p.input, "weight": p.weight, "state": p.state}[given]
+        k, v = (declared(name, (1, kv_heads, memory, dim), "bf16") for name in "kv")
+    else:
+        y = p.input("memory", (memory, HIDDEN), "bf16")
+        k, v = (turned(matrix(p, y, kv_heads * dim, name)) for name in "kv")
+    x = p.pointwise("a0 + a1", x, matrix(p, joined(p.attend(q, k, v, None, 0.2)), HIDDEN, "o"))
+    return p.build(p.pointwise("a0 + tanh(a1)", x, matrix(p, x, HIDDEN, "last"), name="y"))
+
+
+def sequences(num: int, rows: int, *, mask: tuple[int, ...] = (), dim: int = 32) -> Program:
+    """Several sequences of as many rows each, which see nothing of each other."""
+    p = ProgramBuilder("sequences")
+    x, heads = p.input("x", (num, rows, HIDDEN), "bf16"), 4
+    made = [
+        p.transpose(
+            p.reshape(matrix(p, x, heads * dim, name), (num, rows, heads, dim)), (0, 2, 1, 3)
+        )
+        for name in "qkv"
+    ]
+    seen = p.input("mask", mask, "bool") if mask else None
+    mixed = p.transpose(p.attend(*made, seen, dim**-0.5), (0, 2, 1, 3))
+    y = matrix(p, p.reshape(mixed, (num, rows, heads * dim)), HIDDEN, "o")
+    return p.build(p.pointwise("a0 + a1", y, x, name="y"))
+
+
 def prompt(
     rows: int,
     *,

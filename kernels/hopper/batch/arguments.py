@@ -15,7 +15,7 @@ from torch import Tensor
 from distmega.kernels.hopper.batch_plan.types import (
     BatchEpilogues,
     BatchFormulas,
-    RowAttentionShape,
+    RowAttentionShapes,
 )
 from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.plan.types import ExpertShape
@@ -86,8 +86,8 @@ class BatchSpec:
     are f32. keeps_tokens: whether tables are looked up besides. choice: how a token is chosen
     (plan/words.py). head_rows: logits of an SM, at most, a power of two. whole_slices: whether rows
     of weights are, and biases of two streams lie without a gap. stages: of the ring; ahead: loads
-    under way at a time, at most. rows: that it computes, 16, 32 or 64. row_attention: over
-    rows of the same step, if there is some.
+    under way at a time, at most. rows: that it computes, 16, 32 or 64. row_attention: of
+    rows over rows.
     """
 
     head_dim: int
@@ -115,4 +115,4 @@ class BatchSpec:
     experts: ExpertShape | None = None
     biased: bool = False
     rows: int = BATCH
-    row_attention: RowAttentionShape | None = None
+    row_attention: RowAttentionShapes = RowAttentionShapes()

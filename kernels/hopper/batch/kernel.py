@@ -33,7 +33,7 @@ from distmega.kernels.hopper.batch.bodies.linear import (
 from distmega.kernels.hopper.batch.bodies.norms import norm_task
 from distmega.kernels.hopper.batch.bodies.pointwise import pointwise_task
 from distmega.kernels.hopper.batch.bodies.products import product_task
-from distmega.kernels.hopper.batch.bodies.rows import heads_task, rows_task
+from distmega.kernels.hopper.batch.bodies.rows import attend_rows
 from distmega.kernels.hopper.batch.bodies.sample import sample_tokens
 from distmega.kernels.hopper.batch.device import signal_event, stamp, wait_event
 from distmega.kernels.hopper.batch.loader import loader
@@ -51,7 +51,6 @@ from distmega.kernels.hopper.batch_plan.fields import (
     OP_ATTENTION,
     OP_EMBED,
     OP_GATHER,
-    OP_HEADS,
     OP_NORM,
     OP_POINTWISE,
     OP_PRODUCT,
@@ -238,12 +237,11 @@ def compute(
                 embed_task(
                     words, chosen, memory, peers, sm, flag, EPILOGUES, RANKS, ROWS, spec.wide_norms
                 )
-            elif ATTENDED is not None and words[OPCODE] == OP_HEADS:
-                heads_task(
-                    words, memory, state, batch, step, sm, num_sms, eps, ATTENDED, spec.wide_norms
+            elif count(ATTENDED) > 0 and words[OPCODE] >= OP_ROWS:
+                attend_rows(
+                    words, memory, state, batch, step, sm, num_sms, eps, ATTENDED, ROWS,
+                    spec.wide_norms,
                 )
-            elif ATTENDED is not None and words[OPCODE] == OP_ROWS:
-                rows_task(words, memory, state, batch, step, sm, num_sms, ATTENDED, ROWS)
                 ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             elif spec.normalises and words[OPCODE] == OP_NORM:
                 norm_task(

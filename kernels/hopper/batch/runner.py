@@ -149,8 +149,8 @@ class BatchRunner:
         for kept in queues.outputs:
             rows, first = queues.rows, kept.first * queues.rows // BATCH
             values = self._numbers[first : first + rows * kept.num]
-            found = values.view(rows, kept.heads, -1)[: queues.batch]
             out = tensors[kept.tensor]
+            found = values.view(rows, kept.heads, -1)[: kept.rows]
             steps = kept.steps or (kept.num, found.shape[2])
             out.as_strided(found.shape, (*steps, 1)).copy_(found)
         if queues.token:
@@ -235,10 +235,14 @@ class BatchRunner:
         self._best_rows[: len(tokens), 0] = (tokens - first_id).to(torch.int32)
 
     def _set_given(self, tensors: Mapping[str, Tensor]) -> None:
+        """Writes the numbers that the kernel finds where others leave theirs."""
         for given in self.queues.given:
             value = self._given_weights.get(given.tensor)
             value = tensors[given.tensor] if value is None else value
-            numbers = self._numbers[given.first : given.first + value.numel()].view(value.shape)
+            start = value.storage_offset() + given.behind
+            value = value.as_strided(given.extents, given.steps, start)
+            first = given.first
+            numbers = self._numbers[first : first + value.numel()].view(given.extents)
             if value.dtype == torch.bool:
                 numbers.zero_().masked_fill_(~value, -math.inf)
             else:
@@ -287,7 +291,7 @@ class BatchRunner:
                 arrivals=self._arrivals,
                 vectors=self._vectors,
                 embed=self._embed,
-                cache=self._cache if queues.row_attention is None else self._shared_cache,
+                cache=self._shared_cache if queues.row_attention.each else self._cache,
                 rope=self._rope,
             ),
             queues.eps,

@@ -4,6 +4,7 @@ In: a segment, its fused ops, the layouts of its arenas. queues.py goes through 
 function of a file here adds instructions to the draft. Torch-free. Next on the walk: results.py.
 """
 
+import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -81,6 +82,21 @@ def taken_by(op: Fused) -> tuple[str, ...]:
     return ()
 
 
+def given_by(op: Fused) -> tuple[str, ...]:
+    """Tensors of rows that an op gives."""
+    match op:
+        case FusedContraction():
+            return (*op.outs, op.normed) if op.normed else op.outs
+        case FusedAttention() | FusedRowAttention() | FusedPointwise() | FusedGather():
+            return (op.out,)
+    return ()
+
+
+def rows_like(op: Fused) -> tuple[str, ...]:
+    """Those that it takes as many rows of."""
+    return (op.q.tensor,) if isinstance(op, FusedRowAttention) else taken_by(op)
+
+
 @dataclass(slots=True)
 class Pool:
     """Places of one memory that tensors take in turn. last: when each is read last."""
@@ -145,8 +161,12 @@ class BatchDraft:
     formulas: list[BatchFormula] = field(default_factory=list)
     tables: Mapping[str, FusedEmbedding] = field(default_factory=dict)
     """Embeddings besides the one whose rows come in, by what they give."""
-    given: dict[str, Given] = field(default_factory=dict)
-    """What the runner writes before each launch, by tensor."""
+    given: dict[object, Given] = field(default_factory=dict)
+    """What the runner writes before each launch, by what asks for it."""
+    others: tuple[str, ...] = ()
+    """Inputs of rows besides those that come in."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Of each tensor of rows: how many, where that is known."""
     positions: str = ""
     wide_norms: bool = False
     num_ranks: int = 1
@@ -180,7 +200,8 @@ class BatchDraft:
         )
         self.num_ranks, self.embedding, self.entry = found.num_ranks, found.embedding, found.entry
         self.choice, self.attention, self.eps = found.choice, found.attention, found.eps
-        self.batch = found.rows
+        self.batch, self.others = found.rows, found.others
+        self.count_rows()
         if self.splits and self.num_ranks > 1:
             raise unfit(f"{self.batch} rows on {self.num_ranks} ranks")
         if self.splits and self.choice is not None and self.choice.sampler is not None:
@@ -228,9 +249,28 @@ class BatchDraft:
                 if any(self.states.offset(name) % row_bytes for name in (op.k_cache, op.v_cache)):
                     raise unfit(f"{op.name!r} with caches between rows of {row_bytes} bytes")
 
+    def count_rows(self) -> None:
+        """Rows of each tensor: those of inputs, then those of what ops take."""
+        tensors = self.segment.tensor_map()
+        for name in (self.entry, *self.others):
+            self.rows[name] = math.prod(tensors[name].shape[:-1])
+        for op in self.fused:
+            if isinstance(op, FusedEmbedding):
+                self.rows[op.out] = tensors[op.ids].num_elements
+            found = {self.rows[name] for name in rows_like(op) if name in self.rows}
+            if isinstance(op, FusedRowAttention):
+                found.add(op.num_sequences * op.num_rows)
+            if len(found) > 1:
+                raise unfit(f"{op.name!r}, which takes {sorted(found)} rows together")
+            self.rows |= dict.fromkeys(given_by(op), *(found or {self.batch}))
+        fewer = {name for name, num in self.rows.items() if num != self.batch}
+        if fewer and (self.choice or self.num_ranks > 1 or self.attention):
+            raise unfit(f"{sorted(fewer)} of other rows than {self.batch}")
+
     def elements(self, name: str) -> int:
         """Of a row of a tensor."""
-        return self.segment.tensor_map()[name].num_elements // self.batch
+        rows = self.rows.get(name, self.batch)
+        return self.segment.tensor_map()[name].num_elements // rows
 
     def find_uses(self) -> None:
         """Who gives each tensor, in which forms it is taken, and when last."""
@@ -267,13 +307,15 @@ class BatchDraft:
 
     def maker(self, name: str) -> Maker | None:
         """The op that gives a tensor, None of the rows that come in."""
-        if name not in self.makers and name != self.entry:
+        if name not in self.makers and name not in (self.entry, *self.others):
             raise unfit(f"{name!r}, which no instruction gives")
         return self.makers.get(name)
 
     def published(self, name: str) -> tuple[InputNorm | None, bool]:
         """The form in which its op gives a tensor to linears, and whether it gives one at all."""
         forms = self.forms.get(name, {})
+        if name in self.others:  # they lie as numbers
+            return None, False
         if None in forms:
             return None, True
         maker = self.maker(name)

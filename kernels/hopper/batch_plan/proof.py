@@ -118,6 +118,10 @@ class _BatchProof:
         given = {one.name for one in self.queues.queues[0] if isinstance(one, BatchEmbed)}
         tables = [op for op in self.fused if isinstance(op, FusedEmbedding)]
         self.tables = {op.out for op in tables if op.name not in given}
+        for rows in self.queues.given:
+            if rows.is_rows:
+                for block in self.numbers(rows.first, rows.extents[1]):
+                    self.held["kept", block] = (rows.tensor, None, False), NOTHING
         for one in self.queues.queues[0]:
             op = self.ops.get(one.name)
             if not isinstance(one, BatchLinear | BatchExperts | BatchHead):
@@ -266,7 +270,6 @@ class _BatchProof:
     def heads_read(self, one: BatchHeads | BatchRows, op: FusedRowAttention) -> Iterator[_Access]:
         """Rows of contractions, or, once they are prepared, heads alone."""
         names = [self.exactly(heads.tensor) for heads in (op.q, op.k, op.v)]
-        firsts = [heads.first for heads in (op.q, op.k, op.v)]
         if op.prepares and isinstance(one, BatchRows):
             yield _Access("kept", self.numbers(one.src, one.num_rows), _prepared(op, "q"))
             if op.k_cache:
@@ -277,9 +280,11 @@ class _BatchProof:
             rows = [(one.v_src, one.v_rows)]
         else:
             rows = [(one.src, one.num_rows), (one.k_src, one.k_rows), (one.v_src, one.v_rows)]
-        behind = len(names) - len(rows)
-        for (start, num), content, first in zip(rows, names[behind:], firsts[behind:], strict=True):
-            yield _Access("kept", self.numbers(start - first, num), content)
+        behind = 3 - len(rows)
+        for n, (start, num) in enumerate(rows, start=behind):
+            heads, content = (op.q, op.k, op.v)[n], names[n]
+            if heads.steps is None:
+                yield _Access("kept", self.numbers(start - heads.first, num), content)
 
     def heads_written(self, one: BatchHeads, op: FusedRowAttention) -> Iterator[_Access]:
         width = op.num_heads * op.head_dim

@@ -49,7 +49,7 @@ from distmega.kernels.hopper.batch_plan.results import (
 from distmega.kernels.hopper.batch_plan.row_attention import (
     add_given,
     add_row_attention,
-    row_attention_shape,
+    row_attention_shapes,
 )
 from distmega.kernels.hopper.batch_plan.types import (
     BatchEpilogues,
@@ -193,7 +193,7 @@ def fill_queues(draft: BatchDraft) -> BatchQueues:
         token=head.token if head else "",
         logits=head.logits if head else "",
         experts=draft.experts,
-        row_attention=row_attention_shape(draft),
+        row_attention=row_attention_shapes(draft),
         given=tuple(draft.given.values()),
     )
 

@@ -169,10 +169,16 @@ def kept_outputs(draft: BatchDraft) -> tuple[Kept, ...]:
             continue
         if name not in draft.number_of:
             raise unfit(f"output {name!r}, which no op keeps")
-        first, num, op = draft.number_of[name], draft.elements(name), draft.makers.get(name)
-        if isinstance(op, FusedRowAttention) and op.out_steps:
-            heads, steps = op.num_heads, op.out_steps
-            found.append(Kept(tensor=name, first=first, num=num, heads=heads, steps=steps))
-        else:
-            found.append(Kept(tensor=name, first=first, num=num))
+        op = draft.makers.get(name)
+        turned = op if isinstance(op, FusedRowAttention) and op.out_steps else None
+        found.append(
+            Kept(
+                tensor=name,
+                first=draft.number_of[name],
+                num=draft.elements(name),
+                rows=draft.rows.get(name, draft.batch),
+                heads=turned.num_heads if turned else 1,
+                steps=turned.out_steps if turned else None,
+            )
+        )
     return tuple(found)

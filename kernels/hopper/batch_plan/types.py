@@ -92,9 +92,11 @@ class BatchFormulas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowAttentionShape:
-    """Extents that all attention of a segment over rows of the same step shares. cached: whether
+    """Extents of attention of rows over rows of the same step, or over one cache. cached: whether
     keys and values lie in a cache, those of this step too; normed, rotated: whether queries and
-    keys are first. masked: whether scores get a mask; softcap: as of AttentionShape.
+    keys are first. masked: whether scores get a mask; softcap: as of AttentionShape. num_queries,
+    num_keys: of each of several sequences that rows are of, which see nothing of each other, 0 of
+    one; mask_step: from what scores of one sequence get to that of the next.
     """
 
     num_heads: int
@@ -105,16 +107,31 @@ class RowAttentionShape:
     normed: bool
     rotated: bool
     masked: bool
+    num_queries: int = 0
+    num_keys: int = 0
+    mask_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowAttentionShapes:
+    """Those of a segment, as one constant of its kernel."""
+
+    each: tuple[RowAttentionShape, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What the runner writes as float32 numbers from `first` on before each launch: all elements of
-    a tensor, in order; of a bool 0 where it is true and -inf elsewhere.
+    """What the runner writes as float32 numbers from `first` on before each launch: elements of a
+    tensor from number `behind` on, those of `extents` that lie by `steps` from each other; of a
+    bool 0 where it is true and -inf elsewhere. is_rows: whether they are rows as others' results.
     """
 
     tensor: str
     first: int
+    extents: tuple[int, ...]
+    steps: tuple[int, ...]
+    behind: int = 0
+    is_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +144,7 @@ class BatchQueues:
     are not the most likely. head_rows: of an SM, at most. vocab: rows of this rank's part of the
     head, 0 without one, of which logit_rows are tokens, from first_id on, of all num_tokens.
     buffers: what ranks exchange, which lies behind the events. experts: extents of experts, if
-    there are some; row_attention: of attention over rows of the same step. given: numbers that the
+    there are some; row_attention: of attention of rows over rows. given: numbers that the
     runner writes. embed: the table that `tokens` look up or, without tokens, the input. Names:
     tensors that the runner binds, "" where the segment has none.
     """
@@ -160,7 +177,7 @@ class BatchQueues:
     token: str
     logits: str
     experts: ExpertShape | None = None
-    row_attention: RowAttentionShape | None = None
+    row_attention: RowAttentionShapes = RowAttentionShapes()
     given: tuple[Given, ...] = ()
 
     @property

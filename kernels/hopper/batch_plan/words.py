@@ -85,6 +85,8 @@ MAX_SLOTS = SLOT_MASK + 1
 NORM_KINDS = ("none", "rms_norm", "layer_norm")
 NOTHING = -1
 """In place of an offset, where there is nothing."""
+MAX_SHAPES = 16
+"""Of attention of rows over rows in one kernel."""
 
 
 def num_computed(rows: int) -> int:
@@ -114,7 +116,9 @@ def steps_of_sm(num_rows: int, steps: int, sm: int, num_sms: int) -> range:
 
 
 class BatchOpcode(IntEnum):
-    """What an instruction does that is no linear, whose opcodes are numbers of epilogues."""
+    """What an instruction does that is no linear, whose opcodes are numbers of epilogues. ROWS and
+    HEADS stand before those of further shapes.
+    """
 
     ATTENTION = 16
     EMBED = 17
@@ -123,8 +127,8 @@ class BatchOpcode(IntEnum):
     GATHER = 20
     POINTWISE = 22
     PRODUCT = 23
-    ROWS = 24
-    HEADS = 25
+    ROWS = 32
+    HEADS = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,7 +408,8 @@ class BatchHeads:
     src, k_src, v_src, num_rows, k_rows, v_rows: as of BatchRows without a cache. dst, k_dst: first
     of the numbers that queries, and keys, become, rows of whole heads; of a cache its row for
     position 0 of the first key head, and v_dst likewise, num_keys rows from a head to the next.
-    NOTHING where they stay what and where they are. q_norm, k_norm: weights, or NOTHING.
+    NOTHING where they stay what and where they are. q_norm, k_norm: weights, or NOTHING. shape: as
+    of BatchRows.
     """
 
     name: str
@@ -420,7 +425,12 @@ class BatchHeads:
     v_dst: int = NOTHING
     q_norm: int = NOTHING
     k_norm: int = NOTHING
-    opcode: BatchOpcode = BatchOpcode.HEADS
+    shape: int = 0
+
+    @property
+    def opcode(self) -> int:
+        """By the number of the shape."""
+        return BatchOpcode.HEADS + self.shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,7 +444,7 @@ class BatchRows:
     output in the activations, NOTHING where no linear takes it; keep: the number that it begins
     with where others take it, or NOTHING. sees: 0 where each row sees all keys, else how many
     positions it sees, up to its own. mask: what scores get begins with this number, or NOTHING;
-    steps between those of heads, rows and keys.
+    steps between those of heads, rows and keys. shape: number of its extents.
     """
 
     name: str
@@ -453,7 +463,12 @@ class BatchRows:
     head_step: int = 0
     row_step: int = 0
     key_step: int = 0
-    opcode: BatchOpcode = BatchOpcode.ROWS
+    shape: int = 0
+
+    @property
+    def opcode(self) -> int:
+        """By the number of the shape."""
+        return BatchOpcode.ROWS + self.shape
 
     @property
     def scale_bits(self) -> int:

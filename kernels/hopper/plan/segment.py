@@ -31,15 +31,17 @@ ROLES: tuple[Role, ...] = ("weight", "input")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
     """num_ranks: of the team. embedding: what looks up the rows that come in, if something does;
-    entry: their tensor, `rows` rows; tables: embeddings besides, of the same tokens or of
-    positions, by what they give. choice: how a token is chosen from the last op's result.
-    attention: what all attention ops share; positions: of attention or, without any, of a table, ""
-    without either. eps: of the norms that contractions and attention take in, 0.0 without one.
+    entry: their tensor; others: inputs of rows besides; rows: of the one with the most. tables:
+    embeddings besides, of the same tokens or of positions, by what they give. choice: how a token
+    is chosen from the last op's result. attention: what all attention ops share; positions: of
+    attention or, without any, of a table, "" without either. eps: of the norms that contractions
+    and attention take in, 0.0 without one.
     """
 
     num_ranks: int
     embedding: FusedEmbedding | None
     entry: str
+    others: tuple[str, ...]
     tables: Mapping[str, FusedEmbedding]
     rows: int
     choice: FusedChoice | None
@@ -55,18 +57,22 @@ def find_agreement(
     _require_given(segment, fused)
     positions = _find_positions(fused)
     entries = _given_rows(segment, fused)
-    embedding, tables = _find_tables(fused, positions, comes_in=not entries)
-    entry = _find_entry(entries, embedding)
+    comes_in = not entries or _multiplies_looked_up(fused, positions)
+    embedding, tables = _find_tables(fused, positions, comes_in=comes_in)
+    entry, others = _find_entry(entries, embedding)
     if tables and not positions:
         positions = next((op.ids for op in tables.values() if op.ids != _ids(embedding)), "")
-    rows = math.prod(segment.tensor_map()[entry].shape[:-1])
+    rows = max(math.prod(segment.tensor_map()[name].shape[:-1]) for name in (entry, *others))
     if not 1 <= rows <= max_rows:
         raise unfit(f"{rows} tokens")
+    if others and max_rows == 1:
+        raise unfit(f"inputs {[entry, *others]} of one row each")
     choice = _find_choice(fused)
     return Agreement(
         num_ranks=_team_size(fused),
         embedding=embedding,
         entry=entry,
+        others=others,
         tables=tables,
         rows=rows,
         choice=choice,
@@ -141,6 +147,14 @@ def _given_rows(segment: Program, fused: Sequence[Fused]) -> list[Tensor]:
     return [tensor for tensor in segment.tensors if tensor.name in taken & given]
 
 
+def _multiplies_looked_up(fused: Sequence[Fused], positions: str) -> bool:
+    """Whether contractions take rows of a table of other ids than positions."""
+    taken = {op.x for op in fused if isinstance(op, FusedContraction)}
+    return any(
+        isinstance(op, FusedEmbedding) and op.ids != positions and op.out in taken for op in fused
+    )
+
+
 def _find_tables(
     fused: Sequence[Fused], positions: str, *, comes_in: bool
 ) -> tuple[FusedEmbedding | None, dict[str, FusedEmbedding]]:
@@ -163,16 +177,18 @@ def _ids(embedding: FusedEmbedding | None) -> str:
     return embedding.ids if embedding else ""
 
 
-def _find_entry(entries: Sequence[Tensor], embedding: FusedEmbedding | None) -> str:
-    """What the embedding gives, or the one input."""
+def _find_entry(
+    entries: Sequence[Tensor], embedding: FusedEmbedding | None
+) -> tuple[str, tuple[str, ...]]:
+    """What the embedding gives, or the input of the most rows that is bf16, and inputs besides."""
     if embedding:
-        return embedding.out
-    if len(entries) != 1:
-        names = [tensor.name for tensor in entries]
-        raise unfit(f"inputs {names} instead of an embedding or one of them")
-    if entries[0].dtype != "bf16":
-        raise unfit(f"input {entries[0].name!r} of {entries[0].dtype}")
-    return entries[0].name
+        return embedding.out, tuple(tensor.name for tensor in entries)
+    halves = [tensor for tensor in entries if tensor.dtype == "bf16"]
+    if not halves:
+        found = [f"{tensor.name!r} of {tensor.dtype}" for tensor in entries]
+        raise unfit(f"inputs {found} instead of an embedding or one of bf16")
+    entry = max(halves, key=lambda tensor: math.prod(tensor.shape[:-1]))
+    return entry.name, tuple(tensor.name for tensor in entries if tensor is not entry)
 
 
 def _find_choice(fused: Sequence[Fused]) -> FusedChoice | None:

@@ -233,13 +233,14 @@ class RowFormulas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """num elements of f32 from `first` on of what SMs keep: a tensor of the segment. heads, steps:
-    where it is no rows but heads of these, from one row and from one head to the next.
+    """num elements a row of f32 from `first` on of what SMs keep: a tensor of the segment. heads,
+    steps: where it is no rows but heads of these, from one row and from one head to the next.
     """
 
     tensor: str
     first: int
     num: int
+    rows: int = 1
     heads: int = 1
     steps: tuple[int, int] | None = None
 

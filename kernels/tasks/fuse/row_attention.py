@@ -5,6 +5,7 @@ What turns rows and heads around before and behind it joins it, by where element
 the walk: choice.py.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,27 +28,28 @@ from distmega.program.types import Op, packed_strides
 
 
 def attends_to_rows(fusion: Fusion, op: Op) -> bool:
-    """Whether it mixes values of the rows of this step: those that no op appends to caches of one
-    row each, and no caller gives.
+    """Whether it mixes values that all rows may see: not those that an op appends to caches of one
+    row each.
     """
     if not kind_of(op).reads_positions:
         return True
     source = source_of(op.reads[1].tensor, fusion.producers)
     maker = fusion.producers.get(source)
-    if maker is None or not kind_of(maker).appends:
-        return maker is not None
+    if maker is not None and not kind_of(maker).appends:
+        return True
+    if maker is None:
+        return len(fusion.tensors[source].shape) == 3
     return len(fusion.tensors[source].shape) == 3 and op.extents["m"] > 1
 
 
 def fuse_row_attention(fusion: Fusion, op: Op) -> Fused:
     """Attention over rows of the same step, and what is between the rows of products and it."""
     sizes, causal = op.extents, kind_of(op).reads_positions
-    if sizes.get("b", 1) > 1 or "packed" in dict(op.attrs):
+    if "packed" in dict(op.attrs):
         raise _refused(op, "several sequences")
     caches = _caches(fusion, op)
-    if sizes["d"] != sizes["e"] or (not caches and sizes["m"] != sizes["t"]):
-        raise _refused(op, "other keys than queries")
-    rows = sizes["m"]
+    if sizes["d"] != sizes["e"]:
+        raise _refused(op, "values of other sizes than keys")
     readers = (op, 0), *(((append, 0) for append in caches) if caches else ((op, 1), (op, 2)))
     q, k, v = (_find_heads(fusion, op, *reader) for reader in readers)
     rotations = {(one.positions, one.table) for one in (q, k)}
@@ -59,7 +61,7 @@ def fuse_row_attention(fusion: Fusion, op: Op) -> Fused:
         if positions not in ("", own):
             raise _refused(op, "rotations at other positions")
         positions = own
-    out = _find_rows(fusion, op, rows)
+    out = _find_rows(fusion, op)
     fusion.take(op, *caches, *q.ops, *k.ops, *v.ops, *out.ops)
     scale, softcap, window = op.get("scale", 0.0), op.get("softcap", 0.0), op.get("window", 0)
     assert isinstance(scale, float)
@@ -67,6 +69,8 @@ def fuse_row_attention(fusion: Fusion, op: Op) -> Fused:
     assert isinstance(window, int)
     return FusedRowAttention(
         name=op.name,
+        num_sequences=sizes.get("b", 1),
+        num_rows=sizes["m"],
         q=q.heads,
         k=k.heads,
         v=v.heads,
@@ -113,7 +117,7 @@ def _mask_of(fusion: Fusion, op: Op) -> Mapping[str, Any]:
         step if index.axes else 0
         for step, index in zip(strides, op.reads[number].dims, strict=True)
     ]
-    return {"mask": name, "mask_steps": tuple(steps[1:])}
+    return {"mask": name, "mask_steps": tuple(steps[1:]), "mask_step": steps[0]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +155,27 @@ def _find_heads(fusion: Fusion, op: Op, user: Op, position: int) -> _Heads:
         name = maker.reads[0].tensor
     length, width = fusion.size(source) // len(by_rows), by_rows.shape[1]
     first = int(by_rows.flat[0])
+    if fusion.producers.get(source) is None:
+        steps = _steps_of(by_rows - first, op.extents["d"])
+        if steps is None:
+            raise _refused(op, "given heads that do not lie by equal steps")
+        heads = HeadsOfRows(tensor=source, first=first, steps=steps)
+        return _Heads(heads=heads, ops=tuple(ops), **found)
     wanted = first + np.arange(width) + length * np.arange(len(by_rows))[:, None]
     if first + width > length or not (by_rows == wanted).all():
         raise _refused(op, "heads that do not lie side by side in rows")
     return _Heads(heads=HeadsOfRows(tensor=source, first=first), ops=tuple(ops), **found)
+
+
+def _steps_of(by_rows: Positions, dim: int) -> tuple[int, int] | None:
+    """The elements from one row, and from one head of `dim` elements, to the next, if equal."""
+    heads = by_rows.reshape(len(by_rows), -1, dim)
+    steps = [int(one[1]) if len(one) > 1 else 0 for one in (heads[:, 0, 0], heads[0, :, 0])]
+    spans = [
+        step * np.arange(extent) for step, extent in zip((*steps, 1), heads.shape, strict=True)
+    ]
+    wanted = spans[0][:, None, None] + spans[1][:, None] + spans[2]
+    return (steps[0], steps[1]) if (heads == wanted).all() else None
 
 
 def _norms_heads(op: Op, norm: Op) -> bool:
@@ -175,7 +196,7 @@ class _Rows:
     steps: tuple[int, int] | None = None
 
 
-def _find_rows(fusion: Fusion, op: Op, rows: int) -> _Rows:
+def _find_rows(fusion: Fusion, op: Op) -> _Rows:
     """The tensor of rows that the result leaves as, and the movements up to it."""
     name: str | None = out_of(op)
     wanted = _rows_first(op, -1, _own(fusion, out_of(op)), "m")
@@ -191,13 +212,9 @@ def _find_rows(fusion: Fusion, op: Op, rows: int) -> _Rows:
             name = out_of(user)
     if found is not None:
         return found
-    if fusion.users.get(out_of(op)) or out_of(op) not in fusion.outputs:
+    steps = _steps_of(wanted, op.extents["e"])
+    if steps is None or fusion.users.get(out_of(op)) or out_of(op) not in fusion.outputs:
         raise _refused(op, "a result that does not become rows")
-    heads = wanted.reshape(rows, -1, op.extents["e"])
-    steps = (
-        int(heads[-1, 0, 0]) // max(rows - 1, 1),
-        int(heads[0, -1, 0]) // max(heads.shape[1] - 1, 1),
-    )
     return _Rows(out_of(op), (), steps)
 
 
@@ -209,18 +226,23 @@ def _own(fusion: Fusion, name: str) -> Positions:
 
 
 def _rows_first(op: Op, position: int, at: Positions, row: str) -> Positions:
-    """Positions of an operand of an op, or of its result, with axis `row` in front: [rows, n]."""
+    """Positions of an operand of an op, or of its result, with rows in front: [rows, n]. Rows are
+    the points of axis `row`, of one sequence after the other.
+    """
     access = (*op.reads, *op.writes)[position]
     axes = [name for index in access.dims for name in index.axes]
     spread = at.reshape([op.extents[name] for name in axes])
-    return np.moveaxis(spread, axes.index(row), 0).reshape(op.extents[row], -1)
+    rows = [name for name in ("b", row) if name in axes]
+    front = [axes.index(name) for name in rows]
+    num = math.prod(op.extents[name] for name in rows)
+    return np.moveaxis(spread, front, range(len(front))).reshape(num, -1)
 
 
 def _refused(op: Op, found: str) -> UnsupportedError:
     return UnsupportedError(
-        f"op {op.name!r} of kind {op.kind} does not fuse: its keys and values are of this step, "
+        f"op {op.name!r} of kind {op.kind} does not fuse: its keys and values are seen by rows, "
         f"with {found}",
-        expected="one sequence, whose heads lie side by side in rows of products, as many keys as "
-        "queries or one cache that they are appended to",
+        expected="heads that lie side by side in rows of products, or are given, or one cache that "
+        "they are appended to",
         remedy="run the segment by library ops",
     )

@@ -129,16 +129,22 @@ class FusedAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadsOfRows:
-    """Heads side by side in rows of a tensor, from element `first` of each row on."""
+    """Heads side by side in rows of a tensor, from element `first` of each row on. steps: of a
+    tensor that no op makes, the elements from one row, and from one head, to the next.
+    """
 
     tensor: str
     first: int
+    steps: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedRowAttention:
-    """Attention of rows over keys and values of the same rows, or over one cache that rows share:
-    q [m, heads, d] over k and v [t, kv heads, d], out [m, heads, d].
+    """Attention of rows over keys and values of rows, or over one cache that rows share: q [m,
+    heads, d] over k and v [t, kv heads, d], out [m, heads, d].
+
+    num_sequences: rows are of so many, equally many each, which see nothing of each other; num_rows
+    and num_keys are those of one.
 
     q and k are normalised and rotated first, at `positions`, where there are norms and a table.
     k_cache, v_cache: "", or [kv heads, t, d], to which k and v are appended at `positions` before
@@ -147,9 +153,12 @@ class FusedRowAttention:
     floats, which are added: that of a head, row and key lies by `mask_steps` elements of each from
     its first one. softcap: as of FusedAttention. out_steps: None where out is rows; else it only
     leaves the segment, and these are the elements from one row, and from one head, to the next.
+    mask_step: from what scores of one sequence get to that of the next.
     """
 
     name: str
+    num_sequences: int
+    num_rows: int
     q: HeadsOfRows
     k: HeadsOfRows
     v: HeadsOfRows
@@ -170,6 +179,7 @@ class FusedRowAttention:
     window: int = 0
     mask: str = ""
     mask_steps: tuple[int, int, int] = (0, 0, 0)
+    mask_step: int = 0
     softcap: float = 0.0
 
     @property

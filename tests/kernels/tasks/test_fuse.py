@@ -230,9 +230,9 @@ def test_an_op_that_no_rule_takes_is_named():
         fuse_segment(program)
 
 
-def test_attention_without_a_cache_is_named():
+def test_attention_to_values_of_other_sizes_is_named():
     p = ProgramBuilder("values")
-    q, k, v = (p.input(name, (1, 2, 4, 16)) for name in "qkv")
+    q, k, v = (p.input(name, (1, 2, 4, 24 if name == "v" else 16)) for name in "qkv")
     mask = p.input("mask", (1, 1, 4, 4), "bool")
     program = p.build(p.op(attend, q, k, v, mask, scale=0.25, name="att"))
     with pytest.raises(UnsupportedError, match=r"'att' of kind attend .*: its keys and values are"):

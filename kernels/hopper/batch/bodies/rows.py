@@ -11,6 +11,7 @@ attention output as activations, as numbers, or both. Next on the walk: kernel.p
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.hopper.batch.bodies.blocks import capped
 from distmega.kernels.hopper.batch.bodies.limits import LOG2_E
@@ -30,6 +31,9 @@ from distmega.kernels.hopper.batch_plan.fields import (
     HEADS_V_ROWS,
     HEADS_V_SRC,
     NUM_ROWS,
+    OP_HEADS,
+    OP_ROWS,
+    OPCODE,
     ROWS_HEAD_STEP,
     ROWS_K_ROWS,
     ROWS_K_SRC,
@@ -45,6 +49,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     SRC,
     STATE_POSITIONS,
 )
+from distmega.kernels.hopper.epilogues import count
 from distmega.kernels.hopper.ptx.device import bf16_pair, keep, single
 from distmega.kernels.hopper.ptx.shapes import num_halves
 
@@ -57,6 +62,35 @@ PAIRS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0]))
 ONE_HEAD = gl.constexpr(256)
 COLUMNS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 """[256 columns] of a head."""
+
+
+@constexpr_function
+def shape_of(shapes, number):
+    """One of a segment's shapes, as a constant."""
+    return shapes.each[number]
+
+
+@gluon.jit
+def attend_rows(
+    words, memory, state, batch, step, sm, num_sms, eps, SHAPES: gl.constexpr, ROWS: gl.constexpr,
+    WIDE: gl.constexpr,
+):  # fmt: skip
+    """The task of an instruction, of its shape; see heads_task and rows_task."""
+    for i in gl.static_range(count(SHAPES)):
+        if words[OPCODE] == OP_ROWS + i:
+            rows_task(words, memory, state, batch, step, sm, num_sms, shape_of(SHAPES, i), ROWS)
+        if prepares(SHAPES, i):  # noqa: SIM102  a constant
+            if words[OPCODE] == OP_HEADS + i:
+                heads_task(
+                    words, memory, state, batch, step, sm, num_sms, eps, shape_of(SHAPES, i), WIDE
+                )
+
+
+@constexpr_function
+def prepares(shapes, number):
+    """Whether heads of a shape change, or are stored in a cache, before rows see them."""
+    shape = shapes.each[number]
+    return shape.cached or shape.normed or shape.rotated
 
 
 @gluon.jit
@@ -165,10 +199,14 @@ def first_of(words, memory, src, length, kv_head, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def added_scores(words, memory, head, row, key, inside):
+def added_scores(words, memory, head, row, key, inside, SHAPE: gl.constexpr):
     """[16, 64]: what the mask adds to scores, times log2(e)."""
-    at = words[ROWS_MASK] + head * words[ROWS_HEAD_STEP] + key * words[ROWS_KEY_STEP]
-    at += row * words[ROWS_ROW_STEP]
+    at = words[ROWS_MASK] + head * words[ROWS_HEAD_STEP]
+    if SHAPE.num_queries > 0:
+        at += row // SHAPE.num_queries * SHAPE.mask_step
+        row = row % SHAPE.num_queries
+        key = key % SHAPE.num_keys
+    at += key * words[ROWS_KEY_STEP] + row * words[ROWS_ROW_STEP]
     inside = inside & (words[ROWS_MASK] >= 0)
     return gl.load(memory.numbers + at, mask=inside, other=0.0) * LOG2_E
 
@@ -205,8 +243,12 @@ def rows_task(
         row = gl.arange(0, BATCH, layout=OF_QUERIES)
         is_row = row < num
         position = gl.load(state + STATE_POSITIONS + row0 + row, mask=is_row, other=0) + step
-        last = gl.where(sees > 0, position, num_keys - 1)
-        first = gl.where(sees > 0, position - sees + 1, 0)
+        if SHAPE.num_queries > 0:
+            first = (row0 + row) // SHAPE.num_queries * SHAPE.num_keys
+            last = first + SHAPE.num_keys - 1
+        else:
+            last = gl.where(sees > 0, position, num_keys - 1)
+            first = gl.where(sees > 0, position - sees + 1, 0)
         stop = gl.minimum(gl.max(gl.where(is_row, last, -1), axis=0) + 1, num_keys)
         start = gl.maximum(gl.min(gl.where(is_row, first, num_keys), axis=0), 0)
         m = gl.full([BATCH], float("-inf"), gl.float32, layout=OF_QUERIES)
@@ -224,7 +266,8 @@ def rows_task(
             seen = seen & (key >= gl.expand_dims(first, 1))
             if SHAPE.masked:
                 inside = seen & gl.expand_dims(is_row, 1)
-                s += added_scores(words, memory, head, gl.expand_dims(row0 + row, 1), key, inside)
+                of_row = gl.expand_dims(row0 + row, 1)
+                s += added_scores(words, memory, head, of_row, key, inside, SHAPE)
             s = gl.where(seen, s, float("-inf"))
             m_new = gl.maximum(m, gl.max(s, axis=1))
             m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)

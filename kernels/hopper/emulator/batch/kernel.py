@@ -66,12 +66,15 @@ NO_STATES = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchArenas:
-    """A rank's queues, weights and states: uint8, as layouts describe."""
+    """A rank's queues, weights and states: uint8, as layouts describe. states: those that nobody
+    appends to, by name.
+    """
 
     queues: BatchQueues
     weights: ArenaLayout
     weights_arena: Tensor
     state_arena: Tensor = NO_STATES
+    states: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +147,7 @@ def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> Ba
         order=order,
         elements=elements,
         floats=one.weights_arena.view(torch.float32).numpy(),
-        given={each.tensor: views[each.tensor] for each in queues.given if each.tensor in views},
+        given={**views, **one.states},
         embed=views[queues.embed].float().numpy() if queues.tokens else none,
         rope=views[queues.rope_table].float().numpy() if queues.rope_table else none,
         words=FlaggedWords(order, rank, agents.computes[rank], queues.first_list),
@@ -182,7 +185,7 @@ def _host(
         for kept in queues.outputs:
             first = kept.first * gpu.rows // BATCH
             values = gpu.numbers.values[first : first + gpu.rows * kept.num]
-            rows = values.reshape(gpu.rows, kept.num)[: queues.batch].astype(np.float32)
+            rows = values.reshape(gpu.rows, kept.num)[: kept.rows].astype(np.float32)
             outputs[kept.tensor] = turned(torch.from_numpy(rows), kept)
         tokens = (gpu.tokens[step][: queues.batch] for step in range(one.num_steps))
         found.append(
@@ -226,6 +229,8 @@ def _prepare(gpu: BatchGpu, given: BatchLaunch) -> None:
         gpu.state.writer[at], gpu.state.tick[at] = gpu.host.number, gpu.host.tick()
     for each in queues.given:
         value = gpu.given[each.tensor] if each.tensor in gpu.given else given.inputs[each.tensor]
+        start = value.storage_offset() + each.behind
+        value = value.as_strided(each.extents, each.steps, start)
         if value.dtype == torch.bool:
             value = torch.zeros(value.shape).masked_fill(~value, -np.inf)
         at = each.first + np.arange(value.numel())

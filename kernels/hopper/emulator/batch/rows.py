@@ -20,15 +20,13 @@ from distmega.kernels.hopper.emulator.interleaving import RAN, Steps
 from distmega.kernels.hopper.emulator.numbers import Floats, to_bf16
 
 
-def shape_of(sm: BatchSm) -> RowAttentionShape:
-    shape = sm.gpu.queues.row_attention
-    assert shape is not None
-    return shape
+def shape_of(sm: BatchSm, one: BatchHeads | BatchRows) -> RowAttentionShape:
+    return sm.gpu.queues.row_attention.each[one.shape]
 
 
 def prepare_heads(sm: BatchSm, one: BatchHeads, step: int) -> Steps:
     """Every num_sms-th head of all rows from the SM's number on: queries, keys, then values."""
-    gpu, shape = sm.gpu, shape_of(sm)
+    gpu, shape = sm.gpu, shape_of(sm, one)
     dim, heads, kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     each = heads + (2 if shape.cached else 1) * kv_heads
     column = np.arange(dim)
@@ -61,7 +59,7 @@ def prepare_heads(sm: BatchSm, one: BatchHeads, step: int) -> Steps:
 
 def attend_rows(sm: BatchSm, one: BatchRows, step: int) -> Steps:
     """Every num_sms-th query head of 16 rows from the SM's number on."""
-    gpu, shape, batch = sm.gpu, shape_of(sm), sm.gpu.queues.batch
+    gpu, shape, batch = sm.gpu, shape_of(sm, one), sm.gpu.queues.batch
     dim, column = shape.head_dim, np.arange(shape.head_dim)
     blocks = -(-batch // BATCH)
     for number in range(sm.sm, shape.num_heads * blocks, gpu.num_sms):
@@ -72,6 +70,9 @@ def attend_rows(sm: BatchSm, one: BatchRows, step: int) -> Steps:
         if one.sees:
             stop = min(int(at.max()) + 1, one.num_keys)
             start = max(int(at.min()) - one.sees + 1, 0)
+        if shape.num_queries:
+            start = int(rows[0]) // shape.num_queries * shape.num_keys
+            stop = (int(rows[-1]) // shape.num_queries + 1) * shape.num_keys
         keys = np.arange(start, stop)
         here = one.src + rows[:, None] * one.num_rows + head * dim + column
         q = to_bf16(sm.load(gpu.numbers, here.reshape(-1))).reshape(here.shape)
@@ -84,8 +85,14 @@ def attend_rows(sm: BatchSm, one: BatchRows, step: int) -> Steps:
         seen = np.ones(scores.shape, dtype=np.bool_)
         if one.sees:
             seen = (keys <= at[:, None]) & (keys > at[:, None] - one.sees)
+        own, own_keys, between = rows[:, None], keys, np.zeros((len(rows), 1), dtype=np.int64)
+        if shape.num_queries:
+            sequence = rows[:, None] // shape.num_queries
+            seen = keys // shape.num_keys == sequence
+            own, own_keys = own % shape.num_queries, keys % shape.num_keys
+            between = sequence * shape.mask_step
         if one.mask != NOTHING:
-            steps = head * one.head_step + rows[:, None] * one.row_step + keys * one.key_step
+            steps = head * one.head_step + own * one.row_step + own_keys * one.key_step + between
             scores = scores + sm.load(gpu.numbers, (one.mask + steps).reshape(-1)).reshape(
                 steps.shape
             )
@@ -109,7 +116,7 @@ def seen_heads(
     sm: BatchSm, one: BatchRows, src: int, length: int, head: int, start: int, stop: int
 ) -> Floats:
     """[keys, head_dim]: keys, or values, `start` to `stop` of a head."""
-    gpu, shape = sm.gpu, shape_of(sm)
+    gpu, shape = sm.gpu, shape_of(sm, one)
     column, key = np.arange(shape.head_dim), np.arange(start, stop)[:, None]
     if shape.cached:
         at = (src + head * one.num_keys + key) * shape.head_dim + column

@@ -41,8 +41,8 @@ class Event:
 class BatchGpu(EmulatedGpu):
     """floats: what stands in the weight arena as f32. acts: bf16 of each column and sequence;
     numbers: f32; sums: squares [slots, 16, 256]; logits: [16, rows]; bests, best_rows: [16, 256];
-    parts: of products of more than 16 rows; given: weights that the host writes as numbers;
-    tokens: that each step of a launch chose. Elements of the cache lie one by one.
+    parts: of products of more than 16 rows; given: weights and states that the host may write as
+    numbers; tokens: that each step of a launch chose. Elements of the cache lie one by one.
     """
 
     queues: BatchQueues

@@ -66,6 +66,7 @@ def arenas_of(case: Case, values: Values) -> list[BatchArenas]:
                 weights=case.weights,
                 weights_arena=arenas[0],
                 state_arena=arenas[1],
+                states=arena_views(case.states, arenas[1]),
             )
         )
     return found

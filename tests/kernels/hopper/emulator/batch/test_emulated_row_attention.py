@@ -12,8 +12,10 @@ from tests.kernels.row_programs import (
     PROMPTS,
     SELF_ATTENTION,
     attending_rows,
+    crossing,
     prompt,
     random_values,
+    sequences,
 )
 
 MOST_ERROR = 0.02
@@ -47,6 +49,21 @@ def test_rows_see_each_other(name):
 @pytest.mark.parametrize(("rows", "dim"), [(2, 16), (16, 64), (33, 24)])
 def test_any_rows_on_any_sms(rows, dim):
     require_right(attending_rows(rows, sees="position", dim=dim), rows, num_sms=9, rows=MAX_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "memory", "given"),
+    [(3, 5, ""), (6, 2, ""), (3, 37, "input"), (3, 20, "weight"), (4, 9, "state")],
+)
+def test_rows_see_other_rows(rows, memory, given):
+    require_right(crossing(rows, memory, given=given), seed=rows + memory)
+
+
+@pytest.mark.parametrize(
+    ("num", "rows", "mask"), [(2, 8, ()), (3, 7, (1, 4, 7, 7)), (5, 3, (5, 1, 1, 3))]
+)
+def test_sequences_see_nothing_of_each_other(num, rows, mask):
+    require_right(sequences(num, rows, mask=mask), seed=num, rows=MAX_ROWS)
 
 
 @pytest.mark.parametrize("name", PROMPTS)
