@@ -45,14 +45,22 @@ class Megakernel:
         return self.segment.name
 
     @property
-    def team_axis(self) -> str:
-        """The mesh axis whose ranks run this kernel together; empty if a rank runs it alone."""
-        axes = {str(g.op.attr("mesh_axis")) for g in self.schedule.graph.groups if g.all_ranks}
-        return axes.pop() if axes else ""
+    def team_axes(self) -> tuple[str, ...]:
+        """The mesh axes whose ranks run this kernel together, in order; none if a rank runs it
+        alone.
+        """
+        used = {group.mesh_axis for group in self.schedule.graph.groups}
+        return tuple(axis for axis in self.mesh.names if axis in used)
 
     def team(self, rank: int) -> tuple[int, ...]:
         """Ranks that `rank` runs this kernel with, itself included, in order."""
-        return self.mesh.team(self.team_axis, rank) if self.team_axis else (rank,)
+        others = [axis for axis in self.mesh.names if axis not in self.team_axes]
+        here = self.mesh.coordinate(rank)
+        return tuple(
+            one
+            for one, at in zip(self.mesh.ranks, self.mesh.coordinates(), strict=True)
+            if all(at[axis] == here[axis] for axis in others)
+        )
 
     @property
     def peer_bytes(self) -> int:

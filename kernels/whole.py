@@ -32,7 +32,7 @@ from distmega.hostir.lower.lower import REACHING_ALL, Localized, lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import KernelRunner
 from distmega.kernels import late
-from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
+from distmega.kernels.cpu.runner import CpuMegakernel, gather_along, open_peers
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.plan.weight_order import order_weights
@@ -203,6 +203,7 @@ def _plan_records(
             peer_memory=True,
             is_encodable=_is_encodable,
             collectives=collective_kinds(),
+            along_one=False,
             cost=_interpreted_us,
         )
     )
@@ -261,7 +262,7 @@ def open_whole(plan: WholePlan, comm: Communicator, device: torch.device) -> Who
         assert kernel is not None
 
         def gather(value: Plain) -> Sequence[object]:
-            return comm.all_gather_object(value, kernel.team_axis)
+            return gather_along(comm, kernel.team_axes, value)
 
         runner = CpuMegakernel(
             kernel,

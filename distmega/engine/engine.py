@@ -55,7 +55,7 @@ from distmega.hostir.lower.join_products import SPAN
 from distmega.hostir.lower.pipeline import FREE
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
 from distmega.kernels.cpu.peer import peer_memory_problem
-from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
+from distmega.kernels.cpu.runner import CpuMegakernel, gather_along, open_peers
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import CPU, H200
@@ -697,7 +697,7 @@ class Engine:
         rank = self.comm.rank
 
         def gather(value: Plain) -> Sequence[object]:
-            return self.comm.all_gather_object(value, kernel.team_axis)
+            return gather_along(self.comm, kernel.team_axes, value)
 
         return CpuMegakernel(
             kernel,

@@ -92,7 +92,10 @@ class _Lowering:
         max_streams: int,
         fuse: bool,
         fused: Sequence[OverlapChoice],
+        *,
+        along_one: bool,
     ) -> None:
+        self.along_one = along_one
         self.fused = {choice.pair.second: choice for choice in fused}
         self.firsts = {choice.pair.first for choice in fused}
         self.ops = {op.name: op for op in program.ops}
@@ -206,8 +209,8 @@ class _Lowering:
         yield LaunchMegakernel(kernel=name, args=args)
 
     def split_runs(self, ops: Sequence[Op], scope: Scope, alone: Container[str] = ()) -> list[Run]:
-        """Ops but views, in order: host loops, maximal runs that fit a kernel, over one mesh axis
-        each, and the rest one by one. alone: ops that are in no kernel. Nor are collectives of a
+        """Ops but views, in order: host loops, maximal runs that fit a kernel, and the rest one by
+        one. alone: ops that are in no kernel. Nor are collectives of a
         loop: beside a kernel of several ranks no other iteration might exchange anything.
         """
 
@@ -230,7 +233,7 @@ class _Lowering:
             elif loop is not None:
                 runs.append(Run(ops=tuple(group), segment=False, loop=loop))
             else:
-                runs += kernel_runs(group, self.mesh, fits, scope, made)
+                runs += kernel_runs(group, self.mesh, fits, scope, made, along_one=self.along_one)
                 continue
             made |= {name for op in runs[-1].ops for name in scope.written_temps(op)}
         return runs
@@ -257,6 +260,7 @@ def lower_program(
     rules: Sequence[RewriteRule] = (),
     kept: Container[str] = (),
     collectives: Container[str] = REACHING_ALL,
+    along_one: bool = True,
     cost: Cost | None = None,
     is_usable: Callable[[RewriteRule], bool] | None = None,
 ) -> HostProgram:
@@ -264,12 +268,12 @@ def lower_program(
 
     is_encodable: which ops of kinds that a megakernel has it can do, all if None; the others, and
     the ops named in `apart`, become library ops and collectives between segments. peer_memory:
-    outside of loops `collectives`, kinds of these, stay in the kernel, over one mesh axis a
-    segment, and what the plan fuses is one kernel. max_streams: of how many streams the iterations
-    of a host loop take turns. fuse: joins library ops that one kernel can do (fuse.py), which
-    rounds fewer intermediate results. rules: ops that are the program of one become an op that is
-    its graph, before anything else is lowered; with `megakernel` its graph's ops, where that makes
-    the program's `cost` less.
+    outside of loops `collectives`, kinds of these, stay in the kernel, and what the plan fuses is
+    one kernel. along_one: a segment's collectives are along one mesh axis. max_streams: of how many
+    streams the iterations of a host loop take turns. fuse: joins library ops that one kernel can do
+    (fuse.py), which rounds fewer intermediate results. rules: ops that are the program of one
+    become an op that is its graph, before anything else is lowered; with `megakernel` its graph's
+    ops, where that makes the program's `cost` less.
     kept: names of ops that no rule replaces. is_usable: whether a rule's kernels pay at a program's
     sizes. PlanError if a user asked for fused kernels without peer memory, or for no stream.
     """
@@ -305,7 +309,8 @@ def lower_program(
         program = apply_rules(program, rules, cost, stays)
     elif rules:
         program = fuse_graphs(program, rules, stays, is_usable)
-    return _Lowering(local, program, fits, max_streams, fuse, fused).run()
+    lowering = _Lowering(local, program, fits, max_streams, fuse, fused, along_one=along_one)
+    return lowering.run()
 
 
 def _fused_nodes(choice: OverlapChoice, ops: Sequence[Op], scope: Scope) -> Iterator[Node]:

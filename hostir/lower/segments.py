@@ -31,10 +31,12 @@ def kernel_runs(
     fits: Callable[[Op], bool],
     scope: Scope,
     made: set[str],
+    *,
+    along_one: bool,
 ) -> list[Run]:
     """Runs of ops outside of loops. An op that overwrites a temp of an earlier run, or part of what
     isn't the run's own, is no part of a kernel, which changes nothing outside of its arenas; made:
-    temps of earlier runs.
+    temps of earlier runs. along_one: a run's collectives are along one mesh axis.
     """
     runs: list[Run] = []
     pending: list[Op] = []
@@ -56,7 +58,7 @@ def kernel_runs(
             made.update(written)
             continue
         over = communication_axis(op)
-        if over and mesh.size(over) > 1:
+        if along_one and over and mesh.size(over) > 1:
             if axis not in ("", over):
                 close()
             axis = over

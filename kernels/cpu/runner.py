@@ -5,11 +5,13 @@ hostir/run/evaluator.py: `launch` copies inputs in, interprets the queues, copie
 weights and states are used where they lie.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from distmega.errors import LaunchError
+from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.comm.plain import Plain
 from distmega.hostir.ir.nodes import segment_args
 from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.cpu.interpreter import RankInterpreter
@@ -33,11 +35,18 @@ def peer_sizes(kernel: Megakernel) -> PeerSizes:
 def open_peers(kernel: Megakernel, rank: int, gather: Gather) -> Peers:
     """Peer memory of a rank that runs in a process of its own; collective over the kernel's team.
 
-    exchange gathers one object from each rank of `kernel.team(rank)`. A kernel without a team needs
-    no exchange.
+    gather: of one value from each rank of `kernel.team(rank)`. A kernel without a team needs none.
     """
     team, sizes = kernel.team(rank), peer_sizes(kernel)
     return share_peers(rank, team, sizes, gather) if len(team) > 1 else local_peers(team, sizes)
+
+
+def gather_along(comm: Communicator, axes: Sequence[str], value: Plain) -> Sequence[object]:
+    """The values of all ranks that differ from this one along these mesh axes, in mesh order."""
+    found: list[Plain] = [value]
+    for axis in reversed(axes):
+        found = [one for part in comm.all_gather_object(found, axis) for one in part]
+    return found
 
 
 class CpuMegakernel:

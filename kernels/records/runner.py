@@ -67,7 +67,7 @@ class RecordRunner:
         activations = allocate_arena(kernel.layout.activations, 1, str(device))
         self._memory = ArenaMemory(weights_arena, state_arena, activations)
         self._epoch = torch.ones(1, dtype=torch.int32, device=device)
-        shared = team if kernel.team_axis else None
+        shared = team if kernel.team_axes else None
         lanes, lane = (shared.size, shared.team_rank) if shared else (1, 0)
         counter_bytes = _round_up(COUNTER_BYTES * max(encoded.num_events, 1) * lanes)
         num_bytes = counter_bytes + PEER_BUFFERS * _round_up(kernel.layout.peers.num_bytes)

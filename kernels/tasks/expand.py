@@ -33,6 +33,7 @@ trigger has one counter for each source rank, and a wait looks at all of them; t
 rank come in launch order. check/schedule.py proves both for a given schedule.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -59,15 +60,14 @@ def expand_segment(segment: Program, mesh: DeviceMesh) -> Program:
 
 
 def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
-    """Replaces every collective by pushes and a local op. One mesh axis a segment.
+    """Replaces every collective by pushes and a local op.
 
-    Raises UnsupportedError for collectives over two mesh axes, and for those without a dim to share
-    out or gather: the host IR does these.
+    Raises UnsupportedError for collectives without a dim to share out or gather: the host IR does
+    these.
     """
     tensors = list(segment.tensors)
     shapes = segment.tensor_map()
     ops: list[Op] = []
-    axes_used: set[str] = set()
     for op in segment.ops:
         if not kind_of(op).communicates:
             ops.append(op)
@@ -76,13 +76,6 @@ def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
         if mesh.size(axis) == 1:
             ops += _as_copies(op)
             continue
-        axes_used.add(axis)
-        if len(axes_used) > 1:
-            raise UnsupportedError(
-                f"segment {segment.name!r} communicates over mesh axes {sorted(axes_used)}",
-                expected="one mesh axis in a kernel",
-                remedy="split the segment where the axis changes",
-            )
         pairs = [_pushed(op, access, shapes) for access in op.reads]
         received = [recv for _, recv in pairs]
         tensors += received
@@ -93,14 +86,13 @@ def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
 
 
 def team_size(segment: Program, mesh: DeviceMesh) -> int:
-    """Ranks that run the segment together: the size of the mesh axis its collectives go over."""
-    found = {
-        mesh.size(str(op.attr("mesh_axis")))
+    """Ranks that run the segment together: those along the mesh axes its collectives go over."""
+    axes = {
+        str(op.attr("mesh_axis"))
         for op in segment.ops
         if kind_of(op).writes_peers or kind_of(op).communicates
     }
-    assert len(found) <= 1, f"mesh axes of sizes {found} in one segment"
-    return found.pop() if found else 1
+    return math.prod(map(mesh.size, axes))
 
 
 def _mesh_axis(op: Op, mesh: DeviceMesh) -> str:

@@ -7,10 +7,10 @@ a part of it, and no set of queues can wait in a circle.
 
 Then waits are pruned. A task knows what has completed before it: its queue's tasks so far and all
 that they and its waits know (vector clocks). A wait stays only if some task it waits for is not
-known already, so each remaining wait is needed. All ranks have equal queues, hence two clocks
-describe a task's knowledge: of its own rank's queues, and of any peer's. Events that nobody waits
-for any more are dropped. check/schedule.py proves the result by other means. Next on the walk:
-encoding.py.
+known already, so each remaining wait is needed. All ranks have equal queues, hence few clocks
+describe a task's knowledge: of its own rank's queues, and of any peer's along a mesh axis. Events
+that nobody waits for any more are dropped. check/schedule.py proves the result by other means. Next
+on the walk: encoding.py.
 """
 
 import heapq
@@ -50,6 +50,8 @@ class FlatGraph:
     triggers: tuple[tuple[int, ...], ...]
     counts: tuple[int, ...]
     all_ranks: tuple[bool, ...]
+    teams: tuple[tuple[str, int], ...]
+    """Of each event: the mesh axis and the number of the ranks that trigger it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ def schedule_graph(graph: TaskGraph, num_sms: int, *, hop_bytes: int = HOP_BYTES
     """Queues for `num_sms` SMs, the same on every rank."""
     flat = flatten_graph(graph)
     placement = _assign_tasks(graph, flat, num_sms, hop_bytes)
-    waits = _prune_waits(flat, placement, graph.team_size)
+    waits = _prune_waits(flat, placement)
     return _assemble(graph, flat, placement, waits)
 
 
@@ -79,6 +81,7 @@ def flatten_graph(graph: TaskGraph) -> FlatGraph:
     triggers: list[tuple[int, ...]] = [()] * len(owners)
     counts: list[int] = []
     remote: list[bool] = []
+    teams: list[tuple[str, int]] = []
     for event in graph.events:
         _verify_order(event)
         base = len(counts)
@@ -90,6 +93,9 @@ def flatten_graph(graph: TaskGraph) -> FlatGraph:
                 waits[task] += [base + one for one in events]
         counts += event.counts
         remote += [event.all_ranks] * event.num_events
+        group = graph.groups[event.producer]
+        team = (group.mesh_axis, group.num_ranks) if event.all_ranks else ("", 1)
+        teams += [team] * event.num_events
     return FlatGraph(
         first_task=tuple(first_task),
         groups=tuple(owners),
@@ -97,6 +103,7 @@ def flatten_graph(graph: TaskGraph) -> FlatGraph:
         triggers=tuple(triggers),
         counts=tuple(counts),
         all_ranks=tuple(remote),
+        teams=tuple(teams),
     )
 
 
@@ -156,74 +163,75 @@ def _stack(parts: Sequence[npt.NDArray[np.float64]]) -> list[float]:
 class _Knowledge:
     """What a wait for an event tells: which tasks it waits for, and what these knew."""
 
-    __slots__ = ("needed", "own", "peer")
+    __slots__ = ("clocks", "needed")
 
-    def __init__(self, num_sms: int) -> None:
+    def __init__(self, num_clocks: int, num_sms: int) -> None:
         self.needed: Clock = np.zeros(num_sms, dtype=np.int32)
-        self.own: Clock = np.zeros(num_sms, dtype=np.int32)
-        self.peer: Clock = np.zeros(num_sms, dtype=np.int32)
+        self.clocks: Clock = np.zeros((num_clocks, num_sms), dtype=np.int32)
 
 
-def _prune_waits(flat: FlatGraph, placement: Placement, team_size: int) -> list[tuple[int, ...]]:
+def _prune_waits(flat: FlatGraph, placement: Placement) -> list[tuple[int, ...]]:
     """For each task the events it still has to wait for.
 
-    A clock holds, for each queue, the number of its tasks known to be complete.
+    A clock holds, for each queue, the number of its tasks known to be complete: the first of the
+    own rank, then one for the peers along each mesh axis.
     """
-    shape = (placement.num_sms, placement.num_sms)
-    own, peer = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+    axes = sorted({axis for axis, num_ranks in flat.teams if num_ranks > 1})
+    clock_of = [1 + axes.index(axis) if size > 1 else 0 for axis, size in flat.teams]
+    num_sms = placement.num_sms
+    clocks = np.zeros((num_sms, 1 + len(axes), num_sms), dtype=np.int32)
     events: dict[int, _Knowledge] = {}
     kept = []
     for task, sm in enumerate(placement.sm):
-        known = own[sm], peer[sm]
-        waits = _needed_waits(flat, task, known, events, team_size)
+        known = clocks[sm]
+        waits = _needed_waits(flat, task, known, events, clock_of)
         for event in waits:
-            _learn(known, events[event])
+            np.maximum(known, events[event].clocks, out=known)
         kept.append(waits)
-        own[sm, sm] = placement.position[task] + 1
+        known[0, sm] = placement.position[task] + 1
         for event in flat.triggers[task]:
             heard = events.get(event)
             if heard is None:
-                heard = events[event] = _Knowledge(placement.num_sms)
-            heard.needed[sm] = own[sm, sm]
-            np.maximum(heard.own, own[sm], out=heard.own)
-            known_at = own[sm] if flat.all_ranks[event] and team_size > 1 else peer[sm]
-            np.maximum(heard.peer, known_at, out=heard.peer)
+                heard = events[event] = _Knowledge(1 + len(axes), num_sms)
+            heard.needed[sm] = known[0, sm]
+            np.maximum(heard.clocks, known, out=heard.clocks)
+            # peers along that axis have triggered it as well
+            told = heard.clocks[clock_of[event]]
+            np.maximum(told, known[0], out=told)
     return kept
 
 
 def _needed_waits(
     flat: FlatGraph,
     task: int,
-    known: tuple[Clock, Clock],
+    known: Clock,
     events: dict[int, _Knowledge],
-    team_size: int,
+    clock_of: Sequence[int],
 ) -> tuple[int, ...]:
-    """The waits of a task that neither its queue nor its other waits make superfluous."""
+    """The waits of a task that neither its queue nor its other waits make superfluous. clock_of:
+    of each event, the clock of those who trigger it.
+    """
 
-    def implied(event: int, own: Clock, peer: Clock) -> bool:
-        needed = events[event].needed
-        remote = flat.all_ranks[event] and team_size > 1
-        return bool((own >= needed).all()) and not (remote and bool((peer < needed).any()))
+    def implied(event: int, clocks: Clock) -> bool:
+        needed, peers = events[event].needed, clock_of[event]
+        return bool((clocks[0] >= needed).all()) and (
+            not peers or bool((clocks[peers] >= needed).all())
+        )
 
     kept: list[int] = []
-    clocks = known[0].copy(), known[1].copy()
+    clocks = known.copy()
     for event in sorted(set(flat.waits[task]), reverse=True):
-        if not implied(event, *clocks):
+        if not implied(event, clocks):
             kept.append(event)
-            _learn(clocks, events[event])
+            np.maximum(clocks, events[event].clocks, out=clocks)
     for event in tuple(kept) if len(kept) > 1 else ():
-        rest = known[0].copy(), known[1].copy()
+        rest = known.copy()
         for other in kept:
             if other != event:
-                _learn(rest, events[other])
-        if implied(event, *rest):
+                np.maximum(rest, events[other].clocks, out=rest)
+        if implied(event, rest):
             kept.remove(event)
     return tuple(sorted(kept))
-
-
-def _learn(clocks: tuple[Clock, Clock], heard: _Knowledge) -> None:
-    np.maximum(clocks[0], heard.own, out=clocks[0])
-    np.maximum(clocks[1], heard.peer, out=clocks[1])
 
 
 def _assemble(
@@ -232,9 +240,7 @@ def _assemble(
     """Queues with dense event numbers; signals nobody waits for are dropped."""
     used = sorted({event for events in waits for event in events})
     number = {event: i for i, event in enumerate(used)}
-    targets = [
-        flat.counts[event] * (graph.team_size if flat.all_ranks[event] else 1) for event in used
-    ]
+    targets = [flat.counts[event] * flat.teams[event][1] for event in used]
     all_waits = [TaskWait(event=i, count=count) for i, count in enumerate(targets)]
     signals = [TaskSignal(event=i, all_ranks=flat.all_ranks[event]) for i, event in enumerate(used)]
     queues: list[list[ScheduledTask]] = [[] for _ in range(placement.num_sms)]

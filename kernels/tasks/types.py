@@ -41,15 +41,25 @@ class TaskGroup:
     def num_tasks(self) -> int:
         return math.prod(split.num_tiles for split in self.splits)
 
+    @property
+    def mesh_axis(self) -> str:
+        """That along which the ranks lie on which it writes; "" for its own rank alone."""
+        return str(self.op.attr("mesh_axis")) if self.all_ranks else ""
+
+    @property
+    def num_ranks(self) -> int:
+        """Those ranks."""
+        return int(str(self.op.attr("num_ranks"))) if self.all_ranks else 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEvents:
     """Events triggered by one group: event e is complete once counts[e] of its tasks have
     signalled, per rank and epoch.
 
-    all_ranks: the instances on every rank of the team trigger it, since its waiters need what they
-    write. counts: triggers per event from one rank. notify: for each producer task, the events it
-    signals. consumers: (group, for each of its tasks the events it waits for).
+    all_ranks: the instances on every rank of the producer's team trigger it, since its waiters need
+    what they write. counts: triggers per event from one rank. notify: for each producer task, the
+    events it signals. consumers: (group, for each of its tasks the events it waits for).
     """
 
     producer: int
@@ -66,7 +76,7 @@ class TaskEvents:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:
     """Groups in program order and the events between them. `team_size`: ranks that run this graph
-    together.
+    together, along all mesh axes that it communicates over.
     """
 
     segment: Program

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from distmega.hostir.ir.nodes import LaunchMegakernel, LibraryOp, walk_nodes
 from distmega.kernels.machines import CPU
+from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.whole import plan_whole
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.layout.placements import Layout, shard
+from distmega.sharding.layout.placements import Layout, replicate, shard
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from tests.hostir.programs import shard_tensors
@@ -408,7 +409,36 @@ def random_values(program: Program) -> dict[str, Tensor]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 def test_one_launch_on_each_rank_gives_what_torch_does(make, num_ranks):
-    maker, mesh = Maker(), DeviceMesh(tp=num_ranks)
+    require_torchs(make, DeviceMesh(tp=num_ranks))
+
+
+def rows_and_columns(m: Maker) -> Made:
+    """A sum over one mesh axis of rows that ranks along another have, which are gathered then."""
+    x = m.p.input("x", (8, 16))
+    h = m.linear(x, "up", 32, split=0).map("silu(a0)")
+    y = m.p.linear(h, m.p.weight("down", (16, 32)), name="y")
+    m.marks |= {"x": shard(0, "dp"), "down": shard(1, "tp"), "z": replicate()}
+    z = m.p.pointwise("a0 + a1", y, x, name="z")
+
+    def in_torch(t: Tensors) -> Sequence[Tensor]:
+        return [t["x"] + F.silu(t["x"] @ t["up"].T) @ t["down"].T]
+
+    return [z], in_torch
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (2, 3), (3, 2)])
+def test_ranks_along_two_mesh_axes_run_one_kernel_together(dp, tp):
+    kernel = require_torchs(rows_and_columns, DeviceMesh(dp=dp, tp=tp))
+    assert kernel.team_axes == ("dp", "tp")
+    assert kernel.team(1) == tuple(range(dp * tp))
+    over_two = DeviceMesh(pp=2, dp=dp, tp=tp)
+    kernel = require_torchs(rows_and_columns, over_two)
+    assert kernel.team(dp * tp) == tuple(range(dp * tp, 2 * dp * tp))
+
+
+def require_torchs(make: Callable[[Maker], Made], mesh: DeviceMesh) -> Megakernel:
+    """One launch and no library op on each rank, and what torch gives."""
+    maker = Maker()
     outs, in_torch = make(maker)
     program = maker.p.build(*outs)
     values = random_values(program)
@@ -432,3 +462,4 @@ def test_one_launch_on_each_rank_gives_what_torch_does(make, num_ranks):
             part = wanted[domain.local_slices(mesh.coordinate(number))]
             found = rank.tensors[out][tuple(map(slice, part.shape))]
             torch.testing.assert_close(found, part.to(found.dtype), rtol=1e-4, atol=1e-4)
+    return whole.kernel

@@ -1,17 +1,19 @@
 """Launch clocks: what is complete when each task of a launch starts, for all tasks at once.
 
 In: a Schedule. Out: `Clocks`, by which schedule.py judges every pair of tasks. All ranks run the
-same queues, and an event that all ranks trigger is waited for from all of them, so no rank differs
-from another: one rank's queues stand for all, and a task's knowledge is two rows, of its own rank's
-queues and of any peer's. Waits are for all signals of their event in a launch, which is checked;
-then a wait means that every task that signals has completed, and any order of steps that the waits
-allow gives the same clocks. The steps of all queues that can go on are taken together.
+same queues, and an event that all ranks of a team trigger is waited for from all of them, so no
+rank differs from another: one rank's queues stand for all, and a task's knowledge is a row of its
+own rank's queues and one of any peer's along each mesh axis. Waits are for all signals of their
+event in a launch, which is checked; then a wait means that every task that signals has completed,
+and any order of steps that the waits allow gives the same clocks. The steps of all queues that can
+go on are taken together.
 
 What a rank knows of its own tasks, it knows at least as well as what it knows of a peer's, since it
 waits for itself wherever it waits for all; so what a peer tells about third ranks adds nothing.
+Ranks that differ along two axes write nothing into each other's memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,16 +30,17 @@ Clock = npt.NDArray[np.int32]
 class Clocks:
     """Tasks numbered queue by queue. queue, position: [tasks], where each stands.
 
-    own, peer: [tasks, queues], how many tasks of each queue of this launch are known to be complete
-    when a task starts, on its own rank and on any other. end: [queues], what a rank that has ended
-    the launch knows of any other. number_of: for each group, the numbers of its tasks.
+    own: [tasks, queues], how many tasks of each queue of this launch are known to be complete when
+    a task starts, on its own rank. peers: likewise on any other along a mesh axis. ends: [queues],
+    what a rank that has ended the launch knows of any other along an axis. number_of: for each
+    group, the numbers of its tasks.
     """
 
     queue: Ints
     position: Ints
     own: Clock
-    peer: Clock
-    end: Clock
+    peers: Mapping[str, Clock]
+    ends: Mapping[str, Clock]
     number_of: tuple[Ints, ...]
 
 
@@ -48,6 +51,7 @@ class StuckError(Exception):
 def compute_clocks(schedule: Schedule) -> Clocks:
     """Runs one launch. Raises CheckError for counts that do not fit, StuckError for a deadlock."""
     tasks = [task for queue in schedule.queues for task in queue]
+    axes = sorted({one.mesh_axis for one in schedule.graph.groups if one.num_ranks > 1})
     lengths = np.array([len(queue) for queue in schedule.queues], dtype=np.int64)
     first = np.concatenate(([0], np.cumsum(lengths)))
     run = _Run(
@@ -57,8 +61,9 @@ def compute_clocks(schedule: Schedule) -> Clocks:
             [[signal.event for signal in t.signals] for t in tasks], schedule.num_events
         ),
         left=_check_counts(schedule, tasks),
-        spread=_spread(schedule, tasks),
+        team_of=_team_of(schedule, tasks, axes),
         first=first,
+        num_axes=len(axes),
     )
     run.finish()
     numbers = [np.full(group.num_tasks, -1, dtype=np.int64) for group in schedule.graph.groups]
@@ -67,9 +72,12 @@ def compute_clocks(schedule: Schedule) -> Clocks:
     return Clocks(
         queue=np.repeat(np.arange(len(lengths)), lengths),
         position=np.arange(len(tasks)) - np.repeat(first[:-1], lengths),
-        own=run.own,
-        peer=run.peer,
-        end=run.knows[1].max(axis=0, initial=0),
+        own=run.clocks[0],
+        peers=dict(zip(axes, run.clocks[1:], strict=True)),
+        ends={
+            axis: knows.max(axis=0, initial=0)
+            for axis, knows in zip(axes, run.knows[1:], strict=True)
+        },
         number_of=tuple(numbers),
     )
 
@@ -82,24 +90,28 @@ def _padded(rows: Sequence[Sequence[int]], filler: int) -> Ints:
     return table
 
 
-def _spread(schedule: Schedule, tasks: Sequence[ScheduledTask]) -> npt.NDArray[np.bool_]:
-    """Which events all ranks trigger."""
-    found = np.zeros(schedule.num_events + 1, dtype=np.bool_)
+def _team_of(schedule: Schedule, tasks: Sequence[ScheduledTask], axes: Sequence[str]) -> Ints:
+    """Who triggers each event: 0 the own rank alone, else, from 1 on, the ranks along an axis."""
+    found = np.zeros(schedule.num_events + 1, dtype=np.int64)
     for task in tasks:
+        group = schedule.graph.groups[task.group]
         for signal in task.signals:
-            found[signal.event] = signal.all_ranks
+            if signal.all_ranks and group.num_ranks > 1:
+                found[signal.event] = 1 + axes.index(group.mesh_axis)
     return found
 
 
 def _check_counts(schedule: Schedule, tasks: Sequence[ScheduledTask]) -> Ints:
     """Signals that each event gets from one rank; a wait must be for all of them."""
     counts = np.zeros(schedule.num_events + 1, dtype=np.int64)
-    team = schedule.graph.team_size
-    reach: dict[int, bool] = {}
+    reach: dict[int, tuple[str, int]] = {}
     for task in tasks:
+        group = schedule.graph.groups[task.group]
         for signal in task.signals:
             counts[signal.event] += 1
-            if reach.setdefault(signal.event, signal.all_ranks) != signal.all_ranks:
+            team = (group.mesh_axis, group.num_ranks) if signal.all_ranks else ("", 1)
+            lost = signal.all_ranks and not group.all_ranks
+            if lost or reach.setdefault(signal.event, team) != team:
                 raise CheckError(
                     f"event {signal.event} is signalled on one rank by some tasks, on all by "
                     f"{describe_task(schedule, task)}",
@@ -110,7 +122,7 @@ def _check_counts(schedule: Schedule, tasks: Sequence[ScheduledTask]) -> Ints:
     for task in tasks:
         for wait in task.waits:
             waited.add(wait.event)
-            total = int(counts[wait.event]) * (team if reach.get(wait.event) else 1)
+            total = int(counts[wait.event]) * reach.get(wait.event, ("", 1))[1]
             if wait.count != total or not total:
                 raise CheckError(
                     f"{describe_task(schedule, task)} waits for {wait.count} signals of event "
@@ -137,7 +149,7 @@ def describe_task(schedule: Schedule, task: ScheduledTask) -> str:
 class _Run:
     """State of a launch: heads of queues, signals still missing, and what queues and events know.
 
-    Of the pairs knows and heard, the first is of the own rank, the second of any peer.
+    Of clocks, knows and heard, the first are of the own rank, the others of any peer along an axis.
     """
 
     def __init__(
@@ -147,18 +159,20 @@ class _Run:
         waits: Ints,
         signals: Ints,
         left: Ints,
-        spread: npt.NDArray[np.bool_],
+        team_of: Ints,
         first: Ints,
+        num_axes: int,
     ) -> None:
         num_queues, num_tasks = len(schedule.queues), int(first[-1])
         self.waits, self.signals, self.left, self.first = waits, signals, left, first
-        self.spread = spread if schedule.graph.team_size > 1 else np.zeros_like(spread)
+        self.team_of = team_of
         self.head = np.zeros(num_queues, dtype=np.int64)
-        self.own = np.zeros((num_tasks, num_queues), dtype=np.int32)
-        self.peer = np.zeros((num_tasks, num_queues), dtype=np.int32)
-        self.knows = tuple(np.zeros((num_queues, num_queues), dtype=np.int32) for _ in range(2))
-        shape = (schedule.num_events + 1, num_queues)
-        self.heard = tuple(np.zeros(shape, dtype=np.int32) for _ in range(2))
+
+        def zeros(rows: int) -> tuple[Clock, ...]:
+            return tuple(np.zeros((rows, num_queues), dtype=np.int32) for _ in range(1 + num_axes))
+
+        self.clocks, self.knows = zeros(num_tasks), zeros(num_queues)
+        self.heard = zeros(schedule.num_events + 1)
 
     def finish(self) -> None:
         """Runs all there is."""
@@ -172,7 +186,7 @@ class _Run:
 
     def _step(self, tasks: Ints, queues: Ints) -> None:
         """One task of each of some queues, all of whose waits are met."""
-        for knows, heard, clocks in zip(self.knows, self.heard, (self.own, self.peer), strict=True):
+        for knows, heard, clocks in zip(self.knows, self.heard, self.clocks, strict=True):
             known = knows[queues]
             for events in self.waits[tasks].T:
                 np.maximum(known, heard[events], out=known)
@@ -180,18 +194,21 @@ class _Run:
             knows[queues] = known
         self.head[queues] += 1
         self.knows[0][queues, queues] = self.head[queues]
-        own, peer = (knows[queues] for knows in self.knows)
+        known = tuple(knows[queues] for knows in self.knows)
         for events in self.signals[tasks].T:
-            self._signal(events, own, peer)
+            self._signal(events, known)
 
-    def _signal(self, events: Ints, own: Clock, peer: Clock) -> None:
-        """One signal of each task; own, peer: what the tasks know, themselves included."""
+    def _signal(self, events: Ints, known: Sequence[Clock]) -> None:
+        """One signal of each task; known: what the tasks know, themselves included."""
         order = np.argsort(events, kind="stable")
         found, starts, counts = np.unique(events[order], return_index=True, return_counts=True)
-        known_at = np.where(self.spread[events][:, None], own, peer)
-        for heard, news in zip(self.heard, (own, known_at), strict=True):
+        for axis, (heard, own_news) in enumerate(zip(self.heard, known, strict=True)):
+            # peers along the axis of an event know of themselves what this rank does of itself
+            by_peers = (self.team_of[events] == axis)[:, None]
+            news = np.where(by_peers, known[0], own_news) if axis else own_news
             latest = np.maximum.reduceat(news[order], starts, axis=0)
             heard[found] = np.maximum(heard[found], latest)
         real = found < len(self.left) - 1
         self.left[found[real]] -= counts[real]
-        self.heard[0][-1] = self.heard[1][-1] = 0
+        for heard in self.heard:
+            heard[-1] = 0

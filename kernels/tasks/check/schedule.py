@@ -40,13 +40,15 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """How the tasks of one group on one rank touch a tensor in the memory of rank 0."""
+    """How the tasks of one group on one rank touch a tensor in the memory of rank 0. axis: along
+    which that rank's number counts, where it writes on all ranks along it, else "".
+    """
 
     group: int
     rank: int
     footprint: int
     write: bool
-    by_all: bool
+    axis: str
 
 
 def check_schedule(schedule: Schedule, peer_buffers: int = PEER_BUFFERS) -> None:
@@ -91,16 +93,16 @@ class _Races:
 
     def __init__(self, schedule: Schedule, clocks: Clocks, peer_buffers: int) -> None:
         self.groups, self.clocks, self.peer_buffers = schedule.graph.groups, clocks, peer_buffers
-        self.num_ranks = num_ranks_to_check(schedule)
         self.footprints = Footprints(schedule.graph.segment)
         self.meetings: dict[tuple[int, int], tuple[Ints, Ints]] = {}
-        self.knows_peers = clocks.peer.max(axis=1, initial=0) > 0
-        self.ends_with_peers = bool((clocks.end > 0).any())
+        self.knows_peers = {
+            axis: clock.max(axis=1, initial=0) > 0 for axis, clock in clocks.peers.items()
+        }
 
     def check(self) -> None:
         """Every pair of uses, in the same launch and in launches that share a copy."""
         for tensor, uses in self.uses().items():
-            copies = self.peer_buffers if any(use.by_all for use in uses) else 1
+            copies = self.peer_buffers if any(use.axis for use in uses) else 1
             for one, other in product(uses, repeat=2):
                 if one.write or other.write:
                     i, j = self.meeting(one.footprint, other.footprint)
@@ -112,34 +114,47 @@ class _Races:
         self, what: str, one: Use, other: Use, first: Ints, then: Ints, copies: int
     ) -> None:
         near = one.rank == other.rank
-        ahead = self.precedes(first, then, near)
+        axis = "" if near else self.axis_of(what, one, other)
+        ahead = self.precedes(first, then, axis)
         if one.group == other.group:
             same = (first == then) & near
-            ahead |= self.precedes(then, first, near) | same
+            ahead |= self.precedes(then, first, axis) | same
         if one.group <= other.group:
             self.require(ahead, what, (one, 0, first), (other, 0, then))
         if not near:
             for apart in {copies, 2 * copies}:
-                known = self.knows_before(first, then, apart)
+                known = self.knows_before(first, then, apart, axis)
                 self.require(known, what, (one, 0, first), (other, apart, then))
 
-    def precedes(self, first: Ints, then: Ints, near: bool) -> Bools:
-        """Whether a task has completed before its partner of the same launch starts. near: they
-        are of one rank.
+    def axis_of(self, what: str, one: Use, other: Use) -> str:
+        """The mesh axis along which two ranks differ; CheckError where they differ along two."""
+        axes = {one.axis, other.axis} - {""}
+        if len(axes) > 1:
+            raise CheckError(
+                f"{what} is written over mesh axes {sorted(axes)}",
+                expected="a receive buffer of one exchange",
+                remedy="give every collective a buffer of its own",
+            )
+        return axes.pop()
+
+    def precedes(self, first: Ints, then: Ints, axis: str) -> Bools:
+        """Whether a task has completed before its partner of the same launch starts. axis: along
+        which their ranks differ, "" where they are of one rank.
         """
-        clock = self.clocks.own if near else self.clocks.peer
+        clock = self.clocks.peers[axis] if axis else self.clocks.own
         known: Bools = clock[then, self.clocks.queue[first]] > self.clocks.position[first]
         return known
 
-    def knows_before(self, first: Ints, then: Ints, apart: int) -> Bools:
-        """Whether a task has completed before its partner starts on another rank, `apart` launches
-        later.
+    def knows_before(self, first: Ints, then: Ints, apart: int, axis: str) -> Bools:
+        """Whether a task has completed before its partner starts on another rank along an axis,
+        `apart` launches later.
         """
+        end = self.clocks.ends[axis]
         if apart == 1:
-            at_end = self.clocks.end[self.clocks.queue[first]] > self.clocks.position[first]
+            at_end = end[self.clocks.queue[first]] > self.clocks.position[first]
         else:
-            at_end = np.full(len(first), self.ends_with_peers)
-        known: Bools = self.knows_peers[then] | at_end
+            at_end = np.full(len(first), (end > 0).any())
+        known: Bools = self.knows_peers[axis][then] | at_end
         return known
 
     def require(
@@ -178,9 +193,9 @@ class _Races:
                     base = footprints.base(access.tensor)
                     if base not in written:
                         continue
-                    by_all = write and group.all_ranks
-                    for rank in range(self.num_ranks if by_all else 1):
-                        pin = (SOURCE, rank) if by_all else None
+                    axis = group.mesh_axis if write else ""
+                    for rank in range(min(group.num_ranks, MAX_RANKS) if axis else 1):
+                        pin = (SOURCE, rank) if axis else None
                         footprint = footprints.footprint(group, access, pin)
                         found[base].append(
                             Use(
@@ -188,22 +203,30 @@ class _Races:
                                 rank=rank,
                                 footprint=footprint,
                                 write=write,
-                                by_all=by_all,
+                                axis=axis,
                             )
                         )
         return found
 
 
 def lay_out(schedule: Schedule, epoch: int, num_ranks: int) -> list[Queues]:
-    """One launch: the queues of each rank with counters told apart by source rank."""
-    team, groups = schedule.graph.team_size, schedule.graph.groups
-    remote = {s.event for queue in schedule.queues for t in queue for s in t.signals if s.all_ranks}
+    """One launch: the queues of each rank with counters told apart by source rank. Ranks along
+    several mesh axes are laid out as one team: what all of them wait for stays the same.
+    """
+    groups = schedule.graph.groups
+    remote = {
+        signal.event: groups[task.group].num_ranks
+        for queue in schedule.queues
+        for task in queue
+        for signal in task.signals
+        if signal.all_ranks
+    }
 
     def waits(task: ScheduledTask) -> list[tuple[int, int]]:
         found = []
         for wait in task.waits:
             sources = num_ranks if wait.event in remote else 1
-            count = wait.count // team if wait.event in remote else wait.count
+            count = wait.count // remote.get(wait.event, 1)
             for source in range(sources):
                 found.append((wait.event * num_ranks + source, count * (epoch + 1)))
         return found

@@ -5,7 +5,10 @@ behind.
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from distmega.errors import HangError, LaunchError
 from distmega.kernels.cpu import peer
 from distmega.kernels.cpu.interpreter import interpret_ranks
 from distmega.kernels.cpu.peer import PeerSizes, local_peers, share_peers
-from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
+from distmega.kernels.cpu.runner import CpuMegakernel, gather_along, open_peers
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.memory import allocate_arena
 from distmega.program.builder import ProgramBuilder
@@ -232,3 +235,20 @@ def test_counters_start_at_zero_and_have_one_lane_a_rank():
     peers.arenas[3].fill_(255)
     assert not any(peers.counters[3])
     assert not peers.arenas[5].any()
+
+
+def test_values_along_two_mesh_axes_come_in_mesh_order():
+    mesh, told = DeviceMesh(pp=2, dp=2, tp=3), dict[tuple[str, int], object]()
+    all_told = Barrier(mesh.num_ranks)
+
+    def run(rank: int) -> list[object]:
+        def gather(value: object, axis: str) -> list[object]:
+            told[axis, rank] = value
+            all_told.wait(timeout=20)
+            return [told[axis, one] for one in mesh.team(axis, rank)]
+
+        return [*gather_along(SimpleNamespace(all_gather_object=gather), ("dp", "tp"), rank)]
+
+    with ThreadPoolExecutor(mesh.num_ranks) as pool:
+        found = list(pool.map(run, mesh.ranks))
+    assert found == [[*range(6)]] * 6 + [[*range(6, 12)]] * 6

@@ -163,16 +163,27 @@ def test_ranks_must_be_those_of_the_mesh():
         expand_collectives(one_all_reduce(2), DeviceMesh(tp=4))
 
 
-def test_one_mesh_axis_a_segment():
+def over_two_axes() -> Program:
+    """A sum over one mesh axis behind a sum over the other."""
     p = ProgramBuilder("two")
     x = p.set(p.input("x", (4,)), name="all_reduce.a")
     program = with_collectives(p.build(p.set(x, name="all_reduce.b")), 2)
     first = replace(
         program.ops[0], attrs=(("combine", "sum"), ("mesh_axis", "dp"), ("num_ranks", 2))
     )
-    program = replace(program, ops=(first, *program.ops[1:]))
-    with pytest.raises(UnsupportedError, match=r"over mesh axes \['dp', 'tp'\]"):
-        expand_collectives(program, DeviceMesh(dp=2, tp=2))
+    return replace(program, ops=(first, *program.ops[1:]))
+
+
+def test_exchanges_over_two_mesh_axes_are_proven_apart():
+    mesh = DeviceMesh(dp=2, tp=2)
+    program = expand_collectives(over_two_axes(), mesh)
+    assert team_size(program, mesh) == 4
+    schedule = schedule_graph(build_task_graph(program, tile_segment(program, 4), 4), 4)
+    check_schedule(schedule)
+    waits = [wait.count for queue in schedule.queues for task in queue for wait in task.waits]
+    assert waits.count(2) == 2  # of the ranks along one axis each
+    with pytest.raises(CheckError, match=r"race on 'all_reduce\.[ab]\.recv' .* of launch 1"):
+        check_schedule(schedule, peer_buffers=1)
 
 
 def test_one_buffer_is_not_enough_for_one_exchange():
