@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from distmega.hostir.library.ops import number
 from distmega.hostir.library.pointwise import OpFunction
+from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
 from distmega.program.types import Op
 
@@ -123,7 +124,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, order: Sequence[int]) 
     whole = out.permute([order.index(dim) for dim in range(4)])
     padded = [max(16, triton.next_power_of_2(size)) for size in (d, e)]
     keys = next(KEYS[most] for most in KEYS if max(padded) <= most)
-    attend_rows[(-(-m // ROWS) * heads * batches,)](
+    launch(
+        attend_rows, (-(-m // ROWS) * heads * batches,),
         q, k, v, out, *(x.stride()[:3] for x in (q, k, v, whole)), scale, heads,
         heads // k.shape[1], m, t, d=d, e=e, rows=ROWS, keys=keys, d_padded=padded[0],
         e_padded=padded[1], early=EARLY, num_warps=4, num_stages=2, launch_pdl=EARLY,

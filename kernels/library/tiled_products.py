@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from distmega.hostir.library.pointwise import OpFunction
 from distmega.kernels.library.small_tiles import ALIGNED, SmallTiles, choose_small_tiles
 from distmega.kernels.pipelined.pointwise.formula import evaluate
+from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
 from distmega.program import expr
 from distmega.program.expr import Expr
@@ -191,7 +192,8 @@ class TiledProduct:
             TensorDescriptor.from_tensor(each, [*block]) if by_tma else each
             for each, block in zip((x, w), blocks, strict=True)
         ]
-        multiply_tiles[(num_tiles * tiles.parts,)](
+        launch(
+            multiply_tiles, (num_tiles * tiles.parts,),
             *operands, w, bias, out, partials, counts, rows, columns, depth // unit,
             1 if turned else row // unit, step // unit if turned else 1, w.stride(0) // unit,
             tiles.parts, tile_rows=tiles.rows, tile_columns=tiles.columns, tile_depth=tiles.depth,

@@ -1,5 +1,6 @@
 """Kernels that compile at once, while the garbage collector lets other threads in."""
 
+import ast
 import gc
 import inspect
 import time
@@ -14,6 +15,7 @@ from triton.experimental import gluon
 
 from distmega.kernels.runtime import ahead
 from tests.kernels import offline
+from tests.repo.source import ROOT
 
 
 @gluon.jit
@@ -89,3 +91,17 @@ def test_a_kernel_that_does_not_compile_is_told_when_it_is_launched(
             ahead.launch(*given, factor=2, block=63)
         with pytest.raises(triton.CompilationError):
             ahead.launch(*given, factor=2, block=63)
+
+
+@pytest.mark.parametrize("room", ["library", "pipelined", "ugraphs"])
+def test_kernels_of_library_ops_are_launched_where_a_block_can_keep_them(room: str):
+    """Elsewhere a rehearsal would run them, on memory that nobody has computed."""
+    direct = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "kernels" / room).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and isinstance(node.func.slice, ast.Tuple)
+    ]
+    assert not direct
