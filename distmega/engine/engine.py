@@ -135,7 +135,7 @@ class Engine:
         self._num_decoded = 1
         on_gpu = self.device.type == "cuda"
         if on_gpu:
-            warm_up.begin(self.device, partial(open_plans("triton").get, "triton"))
+            warm_up.begin(self.device, _keep_key)
         index = mesh.coordinate(comm.rank).get(AXIS, 0)
         asked = source.config, mesh, index, options, logits, self._method
         self._kept = open_plans(asked, _facts_of(self.device)) if on_gpu else NOTHING_KEPT
@@ -708,6 +708,14 @@ class Engine:
             seed=options.interleave_seed or None,
             timeout_s=options.timeout_s,
         )
+
+
+def _keep_key(key: object, make: Callable[[], str]) -> str:
+    """What identifies Triton, which an earlier process may have found."""
+    kept = open_plans("triton")
+    found = kept.get("triton", key, make)
+    kept.write()
+    return found
 
 
 def _facts_of(device: torch.device) -> tuple[object, ...]:

@@ -49,6 +49,7 @@ class KeptPlans:
         FOLDER.
         """
         self._folder, self._key = folder, ""
+        self._new: list[tuple[Path, str, object]] = []
         if folder is None:
             return
         try:
@@ -59,7 +60,7 @@ class KeptPlans:
 
     def get(self, name: str, key: object, make: Callable[[], T]) -> T:
         """The value of this name and key, which determine it together with the engine's: the one
-        on disk, or what `make` gives, which is written for the next process.
+        on disk, or what `make` gives, which is to be written for the next process.
         """
         if self._folder is None:
             return make()
@@ -69,8 +70,14 @@ class KeptPlans:
         if found is not None:
             return cast(T, found[0])
         made = make()
-        _write(path, whole, made)
+        self._new.append((path, whole, made))
         return made
+
+    def write(self) -> None:
+        """Writes what is new: to be called when nobody waits for this thread."""
+        for path, key, value in self._new:
+            _write(path, key, value)
+        self._new.clear()
 
 
 NOTHING_KEPT = KeptPlans(folder=None)

@@ -114,6 +114,7 @@ class Prefills:
                 outputs = self._run_parts(ids, logits, slot_tensors(slot))
                 found[slot] = int(outputs["next"][-1]), float(outputs[PEAKS][-1])
                 rows += [outputs["logits"].clone()] if logits != "none" else []
+            self._kept.write()
             return found, rows
         ended: list[tuple[list[int], Tensor, Tensor]] = []
         scores: list[Tensor] = []
@@ -129,6 +130,7 @@ class Prefills:
                 of_slots |= {slot: last[slot : slot + 1] for slot in ended[-1][0]}
         if self._device.type == "cuda":
             self._wait()
+        self._kept.write()
         following: dict[int, tuple[int, float]] = {}
         for ending, tokens, peaks in ended:
             pairs = [*zip(tokens.tolist(), peaks.tolist(), strict=True)]
@@ -258,6 +260,7 @@ class Prefills:
         if has_triton():
             with late.launching_nothing(self._device):
                 program.evaluator.rehearse({**tensors, **program.given})
+                self._kept.write()  # while compilers run
 
     def _wait(self) -> None:
         """Until what is queued has ended. Nobody else watches a collective inside a graph."""

@@ -74,14 +74,17 @@ class _Loading(Executor):
     """
 
     def __init__(self, pool: ThreadPoolExecutor, device: torch.device) -> None:
-        self._pool, self._device = pool, device
+        self._pool = pool
+        self._index = -1  # no GPU
+        if device.type == "cuda":
+            self._index = torch.cuda.current_device() if device.index is None else device.index
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         return self._pool.submit(self._load, compile_kernel)
 
     def _load(self, compile_kernel: Callable[[], Any]) -> Any:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        if self._index >= 0:
+            torch.cuda.set_device(self._index)
         kernel = compile_kernel()
         kernel.run  # noqa: B018  makes the launcher and loads both
         return kernel

@@ -1,8 +1,10 @@
 """Plans on disk: what is made once, what anew, and that what is read equals what was made."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +20,7 @@ from distmega.kernels.hopper.plan.encoded import encode_queues
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import H200
-from distmega.kernels.runners import Queues, fold, unfold
+from distmega.kernels.runners import FoldedQueues, Queues, fold, unfold
 from distmega.models.config import ModelConfig
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -40,6 +42,18 @@ class Made:
         return self.value
 
 
+def process(*key: object, folder: Path) -> Callable[[str, object, Callable[[], object]], object]:
+    """What gets a value in a process of its own, which writes what was new."""
+    kept = KeptPlans(*key, folder=folder)
+
+    def get(name: str, more: object, make: Callable[[], object]) -> object:
+        found = kept.get(name, more, make)
+        kept.write()
+        return found
+
+    return get
+
+
 @pytest.fixture(scope="module")
 def decode_plan() -> DecodePlan:
     options = EngineOptions(max_context=512)
@@ -50,7 +64,7 @@ def decode_plan() -> DecodePlan:
 def test_the_next_process_reads_what_the_first_made(tmp_path: Path):
     made = Made((1, "two"))
     for _ in range(2):
-        assert KeptPlans(CONFIG, folder=tmp_path).get("plan", True, made) == (1, "two")
+        assert process(CONFIG, folder=tmp_path)("plan", True, made) == (1, "two")
     assert made.num == 1
 
 
@@ -59,7 +73,7 @@ def test_each_part_of_a_key_tells_values_apart(tmp_path: Path):
     for config in (CONFIG, replace(CONFIG, rope_base=5.0)):
         for more in (True, 1, "1", (1,), {"1": 1}):
             for name in ("plan", "queues"):
-                KeptPlans(config, folder=tmp_path).get(name, more, made)
+                process(config, folder=tmp_path)(name, more, made)
     assert made.num == 20
 
 
@@ -67,7 +81,7 @@ def test_other_files_or_versions_are_another_key(tmp_path: Path, monkeypatch: py
     made = Made(0)
     for versions in ("one", "two", "one"):
         monkeypatch.setattr(kept_plans, "_versions", lambda now=versions: now)
-        KeptPlans(CONFIG, folder=tmp_path).get("plan", (), made)
+        process(CONFIG, folder=tmp_path)("plan", (), made)
     assert made.num == 2
 
 
@@ -89,7 +103,7 @@ def test_what_cannot_be_trusted_is_made_anew(
     if damage == "no folder":
         folder.write_text("a file")
     else:
-        KeptPlans(CONFIG, folder=folder).get("plan", (), made)
+        process(CONFIG, folder=folder)("plan", (), made)
         (path,) = folder.iterdir()
         assert path.stat().st_mode & 0o777 == 0o600
         if damage == "open to others":
@@ -98,7 +112,7 @@ def test_what_cannot_be_trusted_is_made_anew(
             path.write_bytes(path.read_bytes()[: 500 if damage == "half of it" else 0])
     before = made.num
     with caplog.at_level(logging.WARNING):
-        assert KeptPlans(CONFIG, folder=folder).get("plan", (), made) == made.value
+        assert process(CONFIG, folder=folder)("plan", (), made) == made.value
     assert made.num == before + 1
     assert caplog.records
 
@@ -106,7 +120,7 @@ def test_what_cannot_be_trusted_is_made_anew(
 def test_a_key_without_a_text_keeps_nothing(tmp_path: Path):
     made = Made(0)
     for _ in range(2):
-        KeptPlans(torch.nn.Linear(1, 1), folder=tmp_path).get("plan", (), made)
+        process(torch.nn.Linear(1, 1), folder=tmp_path)("plan", (), made)
         NOTHING_KEPT.get("plan", (), made)
     assert made.num == 4
     assert not [*tmp_path.iterdir()]
@@ -115,14 +129,14 @@ def test_a_key_without_a_text_keeps_nothing(tmp_path: Path):
 def test_the_oldest_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kept_plans, "MOST_FILES", 3)
     for number in range(5):
-        KeptPlans(folder=tmp_path).get("plan", number, Made(number))
+        process(folder=tmp_path)("plan", number, Made(number))
     assert len([*tmp_path.iterdir()]) == 3
 
 
 def test_a_decode_plan_is_read_as_it_was_made(decode_plan: DecodePlan, tmp_path: Path):
     made = Made(decode_plan)
     for _ in range(2):
-        assert KeptPlans(CONFIG, folder=tmp_path).get("decode", (), made) == decode_plan
+        assert process(CONFIG, folder=tmp_path)("decode", (), made) == decode_plan
     assert made.num == 1
 
 
@@ -134,9 +148,9 @@ def test_queues_are_read_without_their_instructions(decode_plan: DecodePlan, tmp
         plans.append(build_queues(decode_plan.host.segments[0], *arenas, 8, 0, "op"))
         return plans[-1]
 
-    KeptPlans(CONFIG, folder=tmp_path).get("queues", (), lambda: fold(plan()))
-    folded = KeptPlans(CONFIG, folder=tmp_path).get("queues", (), lambda: fold(plan()))
-    found: Queues = unfold(folded, plan)
+    process(CONFIG, folder=tmp_path)("queues", (), lambda: fold(plan()))
+    folded = process(CONFIG, folder=tmp_path)("queues", (), lambda: fold(plan()))
+    found: Queues = unfold(cast(FoldedQueues, folded), plan)
     assert isinstance(found, RowQueues)
     before, after = encode_queues(plans[0]), encode_queues(found)
     assert (before.words == after.words).all()
@@ -166,4 +180,14 @@ def test_a_prompt_program_serves_prompts_of_other_sizes(
         host, proven = prefills._host_program(size, "none")
         assert host == lower_prefill(decode_plan, size, "none")
         assert proven
+        kept.write()
     assert lowered == [128]
+
+
+def test_nothing_is_written_until_there_is_time(tmp_path: Path):
+    kept = KeptPlans(CONFIG, folder=tmp_path)
+    kept.get("plan", (), Made(1))
+    assert not [*tmp_path.iterdir()]
+    for _ in range(2):
+        kept.write()
+    assert len([*tmp_path.iterdir()]) == 1

@@ -5,6 +5,7 @@ rows, a weight as rows of its block, a vector as an offset. Next on the walk: ro
 """
 
 from collections.abc import Container, Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 from distmega.kernels.hopper.plan.types import ITEM_BYTES, MAX_MATRICES, WeightMatrix, unfit
@@ -190,6 +191,7 @@ def num_units(rows: int) -> int:
     return -(-rows // UNIT_ROWS)
 
 
+@lru_cache(maxsize=2**16)
 def share(rows: int, step: int, sm: int, num_sms: int) -> tuple[int, int]:
     """First unit of an SM and of the next one; multiples of `step` units."""
     parts = num_units(rows) // step
