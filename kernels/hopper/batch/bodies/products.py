@@ -136,15 +136,26 @@ def product_task(
         k = start % steps
         num = gl.minimum(left, steps - k)
         acc = gl.zeros([MAX_ROWS, PRODUCT_TILE], gl.float32, layout=ACC)
+        # three slots ahead: a slot's products take less time than x, which all SMs ask for
+        last = (k + num - 1) * 8
         x0 = load_slice(x, k * 8, zero, ROWS)
         x1 = load_slice(x, k * 8 + 4, zero, ROWS)
-        for s in range(keep(num)):
-            ahead = (k + gl.minimum(s + 1, num - 1)) * 8
+        x2 = load_slice(x, gl.minimum(k * 8 + 8, last), zero, ROWS)
+        x3 = load_slice(x, gl.minimum(k * 8 + 8, last) + 4, zero, ROWS)
+        for s in range(keep(0), keep(num), 2):
+            first = gl.minimum((k + s) * 8 + 16, last)
             acc = multiply_slot(x0, acc, tiles, ring, it, STAGES)
-            x0 = load_slice(x, ahead, zero, ROWS)
+            x0 = load_slice(x, first, zero, ROWS)
             acc = multiply_slot(x1, acc, tiles, ring, it + 1, STAGES)
-            x1 = load_slice(x, ahead + 4, zero, ROWS)
+            x1 = load_slice(x, first + 4, zero, ROWS)
             it += 2
+            if s + 1 < num:
+                second = gl.minimum((k + s) * 8 + 24, last)
+                acc = multiply_slot(x2, acc, tiles, ring, it, STAGES)
+                x2 = load_slice(x, second, zero, ROWS)
+                acc = multiply_slot(x3, acc, tiles, ring, it + 1, STAGES)
+                x3 = load_slice(x, second + 4, zero, ROWS)
+                it += 2
         part = gl.where(most == 1, 0, sm - first_sm(tile * steps, total, num_sms))
         b = zero + gl.expand_dims(gl.arange(0, MAX_ROWS, layout=gl.SliceLayout(1, ACC)), 1)
         r = gl.expand_dims(gl.arange(0, PRODUCT_TILE, layout=gl.SliceLayout(0, ACC)), 0)
