@@ -23,7 +23,7 @@ from distmega.kernels.hopper.batch.bodies.experts import (
     write_weighted,
 )
 from distmega.kernels.hopper.batch.bodies.limits import NO_ROW
-from distmega.kernels.hopper.batch.bodies.products import sum_of_parts
+from distmega.kernels.hopper.batch.bodies.products import ask_parts, sum_of_parts
 from distmega.kernels.hopper.batch.device import load_some_x, load_x, of_rows, pair_index
 from distmega.kernels.hopper.batch.team import (
     argmax_of_ranks,
@@ -746,8 +746,12 @@ def finish_task(
     best = gl.full([ROUND_UNITS, WIDTH], float("-inf"), gl.float32, layout=ROUND)
     best_row = gl.full([ROUND_UNITS, WIDTH], 0x7FFFFFFF, gl.int32, layout=ROUND)
     num_units = words[NUM_UNITS]
+    asked = ask_parts(words, parts, 0, num_sms, ROWS)
     for unit in range(0, keep(num_units), ROUND_UNITS):
-        y = sum_of_parts(words, parts, unit, num_sms, ROWS) * gl.expand_dims(factor, 0)
+        y = sum_of_parts(words, parts, asked, unit, num_sms, ROWS)
+        y *= gl.expand_dims(factor, 0)
+        # while this round is finished the next one's parts come
+        asked = ask_parts(words, parts, unit + ROUND_UNITS, num_sms, ROWS)
         squares, best, best_row = finish_round(
             words, memory, None, y, 0, unit, num_units, squares, best, best_row, 0, 0, None,
             EPILOGUES, CHOICE, 1, ROWS, WHOLE_SLICES, WIDE,

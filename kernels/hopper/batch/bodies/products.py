@@ -40,7 +40,7 @@ HALF_STEP = gl.constexpr(64)
 """Columns of a ring slot."""
 BLOCK_K = gl.constexpr(16)
 """Columns of x that lie together."""
-PARTS_ASKED = gl.constexpr(6)
+PARTS_ASKED = gl.constexpr(5)
 """Parts of a sum that are asked for together."""
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))
 """[64 sequences, 128 weight rows]: half of the rows a warp group, 16 sequences a warp."""
@@ -171,9 +171,10 @@ def product_task(
 
 
 @gluon.jit
-def sum_of_parts(words, parts, unit, num_sms, ROWS: gl.constexpr):
-    """[4 units, 8 ROWS] products of this SM's rows from number `unit` of its units on, zeros behind
-    its last. Units of two streams take turns here, and lie in halves of a tile there.
+def place_of_parts(words, parts, unit, num_sms, ROWS: gl.constexpr):
+    """Where the first part of each of a round's products lies, [4 units, 8 ROWS], and how many
+    there are, [4, 1]: this SM's rows from number `unit` of its units on, none behind its last.
+    Units of two streams take turns here, and lie in halves of a tile there.
     """
     WIDTH: gl.constexpr = UNIT_ROWS * ROWS
     UNITS: gl.constexpr = PRODUCT_TILE // UNIT_ROWS
@@ -191,14 +192,33 @@ def sum_of_parts(words, parts, unit, num_sms, ROWS: gl.constexpr):
     num = first_sm(tile * steps + steps - 1, total, num_sms) - first + 1
     num = gl.where(most == 1, 1, num)
     num = gl.where(unit + u < words[NUM_UNITS], num, 0)
-    at = parts + tile * most * (PRODUCT_TILE * ROWS) + inner * WIDTH + c
-    y = gl.zeros([ROUND_UNITS, WIDTH], gl.float32, layout=ROUND)
-    for p in range(keep(0), keep(most), PARTS_ASKED):
-        asked = ()
-        for i in gl.static_range(PARTS_ASKED):
-            asked += single(load_part(at, p + i, num, ROWS))
-        for i in gl.static_range(PARTS_ASKED):
-            y += asked[i]
+    return parts + tile * most * (PRODUCT_TILE * ROWS) + inner * WIDTH + c, num
+
+
+@gluon.jit
+def ask_parts(words, parts, unit, num_sms, ROWS: gl.constexpr):
+    """The first parts of a round's products."""
+    at, num = place_of_parts(words, parts, unit, num_sms, ROWS)
+    asked = ()
+    for i in gl.static_range(PARTS_ASKED):
+        asked += single(load_part(at, i, num, ROWS))
+    return asked
+
+
+@gluon.jit
+def sum_of_parts(words, parts, asked, unit, num_sms, ROWS: gl.constexpr):
+    """[4 units, 8 ROWS] products of a round, of which ask_parts gave the first parts."""
+    y = asked[0]
+    for i in gl.static_range(1, PARTS_ASKED):
+        y += asked[i]
+    if words[SRC] > PARTS_ASKED:
+        at, num = place_of_parts(words, parts, unit, num_sms, ROWS)
+        for p in range(keep(PARTS_ASKED.value), keep(words[SRC]), PARTS_ASKED):
+            more = ()
+            for i in gl.static_range(PARTS_ASKED):
+                more += single(load_part(at, p + i, num, ROWS))
+            for i in gl.static_range(PARTS_ASKED):
+                y += more[i]
     return y
 
 
