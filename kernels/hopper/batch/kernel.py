@@ -222,6 +222,8 @@ def compute(
                     words, memory, state, batch, step, sm, num_sms, max_context, eps, scale, qs, ml,
                     scratch, ring, it, sequence, head, block, left, start, total, spec,
                 )
+                if ROWS > BATCH:
+                    ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             elif words[OPCODE] == OP_EMBED:
                 fence_all()
                 mbarrier.arrive(step_bar.index(0), count=1)

@@ -63,6 +63,9 @@ from distmega.kernels.hopper.ptx.shapes import (
     padded_columns,
 )
 
+SPARE_BLOCKS = gl.constexpr(2)
+"""Blocks that an SM may have more than others where it has whole pieces."""
+
 
 @constexpr_function
 def in_each_warp(num: int, num_warps: int) -> gl.BlockedLayout:
@@ -121,22 +124,40 @@ def first_piece_of_many(
     WARPS: gl.constexpr,
 ):
     """The number of all blocks, and what first_piece gives: sequences side by side in the lanes of
-    a warp, since one after the other takes longer than a task waits for its first block.
+    a warp, since one after the other takes longer than a task waits for its first block. Shares are
+    whole pieces where no SM has then more than SPARE_BLOCKS more than others: what a part of a
+    piece costs besides, to leave it and to sum up, takes longer.
     """
     s = gl.arange(0, ROWS, layout=in_each_warp(ROWS, WARPS))
     position = gl.load(state + STATE_POSITIONS + s) + step
     first = first_seen(position, window) // TILE_ROWS
     num = gl.maximum((position + TILE_ROWS - 1) // TILE_ROWS - first, 1)
-    passed = gl.associative_scan(gl.where(s < batch, num * HEADS, 0), 0, add)
+    num = gl.where(s < batch, num, 0)
+    passed = gl.associative_scan(num * HEADS, 0, add)
     total = gl.max(passed, 0)
     sharing = gl.minimum(total, num_sms)
     start = sm * total // sharing
-    left = gl.where(sm < sharing, (sm + 1) * total // sharing - start, 0)
-    is_past = (passed <= start) & (s + 1 < batch)
+    stop = (sm + 1) * total // sharing
+    longest = gl.max(num, 0)
+    most = (total + sharing * longest - 1) // (sharing * longest) * longest
+    sequence, head, block = piece_at(passed, start, s, state, batch, step, window)
+    if most - total // sharing <= SPARE_BLOCKS:
+        _, _, behind = piece_at(passed, stop, s, state, batch, step, window)
+        start -= block
+        stop -= gl.where(sm + 1 < sharing, behind, 0)
+        block = 0
+    left = gl.where(sm < sharing, stop - start, 0)
+    return total, sequence, head, block, left, start
+
+
+@gluon.jit
+def piece_at(passed, at, s, state, batch, step, window):
+    """Sequence, head and block of place `at` in the line. passed: where sequences s end there."""
+    is_past = (passed <= at) & (s + 1 < batch)
     sequence = gl.sum(is_past.to(gl.int32), 0)
-    behind = start - gl.max(gl.where(is_past, passed, 0), 0)
+    behind = at - gl.max(gl.where(is_past, passed, 0), 0)
     _, num_blocks = blocks_of(state, sequence, step, window)
-    return total, sequence, behind // num_blocks, behind % num_blocks, left, start
+    return sequence, behind // num_blocks, behind % num_blocks
 
 
 @gluon.jit
@@ -633,8 +654,9 @@ def attention_task(
                 store_output(memory.acts, words[DST], y, query0, sequence, h, D, G, spec.rows)
             else:
                 store_partial(memory.partials, slot, y, highest, sums, h, 64 * HALVES)
-        if block == 0:
-            fence_all()
+        if spec.rows == BATCH:  # noqa: SIM102  a constant
+            if block == 0:
+                fence_all()
         if is_whole == 0:
             cta_barrier()
             arrival = memory.arrivals + sequence * HEADS + head
@@ -656,4 +678,6 @@ def attention_task(
         is_next = head + 1 == HEADS
         sequence = gl.where(is_next, sequence + 1, sequence)
         head = gl.where(is_next, 0, head + 1)
+    if spec.rows > BATCH:
+        fence_all()
     return it
