@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor
 
-from distmega.hostir.library.pointwise import OpFunction, pointwise
+from distmega.hostir.library.pointwise import Evaluate, OpFunction, evaluate_all
 from distmega.hostir.library.torch_types import operand_dtype
 from distmega.program import expr
 from distmega.program.kinds import Coordinate
@@ -19,6 +19,7 @@ from distmega.program.ops.experts import GroupRange, group_range, keep_groups
 from distmega.program.types import Op
 
 MultiplyGroups = Callable[[Tensor, Tensor, Tensor, GroupRange, int], Tensor]
+AddRows = Callable[[Tensor, Tensor, Tensor, Tensor, GroupRange], Tensor]
 
 
 def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, groups: GroupRange) -> Tensor:
@@ -46,7 +47,17 @@ def compile_grouped_linear(
     return lambda xs: (grouped_linear(xs[0], xs[1], xs[2], groups),)
 
 
-def compile_grouped_pointwise(op: Op, coordinate: Coordinate) -> OpFunction:
-    """The expression over all operands but the last, which says where groups start."""
-    groups, tree = group_range(op, coordinate), expr.parse(str(op.attr("expr")))
-    return lambda xs: (keep_groups(pointwise(tree, xs[:-1]), xs[-1], groups),)
+def compile_grouped_pointwise(
+    op: Op, coordinate: Coordinate, evaluate: Evaluate = evaluate_all
+) -> OpFunction:
+    """The expression over all operands but the last, which says where groups start. evaluate:
+    another way to compute it.
+    """
+    groups, trees = group_range(op, coordinate), [expr.parse(str(op.attr("expr")))]
+    return lambda xs: (keep_groups(evaluate(trees, xs[:-1], None)[0], xs[-1], groups),)
+
+
+def compile_scatter_add(op: Op, coordinate: Coordinate, add: AddRows) -> OpFunction:
+    """add: as scatter_values, by a kernel."""
+    groups = group_range(op, coordinate)
+    return lambda xs: (add(xs[0], xs[1], xs[2], xs[3], groups),)

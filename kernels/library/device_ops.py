@@ -1,6 +1,7 @@
 """Library ops of a host program on a GPU: the pipelined kernels for pointwise ops, norms and
 softmax, ugraphs/ for the graphs of rewrite rules, heads.py for rotations and caches,
-packed_attention.py for prompts, row_attention.py for decode steps, torch for the rest.
+packed_attention.py for prompts, grouped_products.py and weighted_rows.py for experts,
+row_attention.py for decode steps, torch for the rest.
 
 Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluator is given. On
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
@@ -12,7 +13,11 @@ from typing import Literal
 
 import torch
 
-from distmega.hostir.library.experts import compile_grouped_linear
+from distmega.hostir.library.experts import (
+    compile_grouped_linear,
+    compile_grouped_pointwise,
+    compile_scatter_add,
+)
 from distmega.hostir.library.heads import compile_heads
 from distmega.hostir.library.matmuls import compile_mixed, compile_shaped, product
 from distmega.hostir.library.norms import compile_norm
@@ -119,7 +124,13 @@ class KernelOps:
         if self.groups != "torch" and self._multiplies_groups(op, NO_TENSORS):
             multiply = partial(late.grouped_linear, schedule=self.groups)
             return compile_grouped_linear(op, coordinate, multiply)
+        if op.kind == "scatter_add" and self._has_tiles:
+            return compile_scatter_add(
+                op, coordinate, lambda *given: late.add_weighted_rows(*given)
+            )
         if grouped_index(op) is not None:
+            if kind_of(op).is_elementwise and len(op.reads) <= MAX_INPUTS + 1:  # and the offsets
+                return compile_grouped_pointwise(op, coordinate, pointwise_results)
             return None
         if kind_of(op).is_elementwise and len(op.reads) <= MAX_INPUTS:
             return compile_pointwise(op, pointwise_results)

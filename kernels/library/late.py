@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from distmega.kernels.library.row_attention import attend_each
     from distmega.kernels.library.short_attention import compile_attend
     from distmega.kernels.library.tiled_products import compile_product
+    from distmega.kernels.library.weighted_rows import add_weighted_rows
 
 __all__ = [
+    "add_weighted_rows",
     "append",
     "attend_each",
     "attend_packed",

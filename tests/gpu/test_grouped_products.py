@@ -8,7 +8,8 @@ from torch import Tensor
 
 from distmega.hostir.library.experts import grouped_linear as by_torch
 from distmega.kernels.library.grouped_products import Schedule, grouped_linear
-from distmega.program.ops.experts import GroupRange, route_values
+from distmega.kernels.library.weighted_rows import add_weighted_rows
+from distmega.program.ops.experts import GroupRange, route_values, scatter_values
 from tests.gpu.engines import open_engine, random_model
 
 pytestmark = pytest.mark.gpu
@@ -55,6 +56,23 @@ def test_products_are_those_of_float64(
         assert float((found.double() - exact).norm() / exact.norm().clamp(min=1e-9)) < 4e-3
         assert bool((found[exact.abs().sum(1) == 0] == 0).all())
         assert torch.equal(found, grouped_linear(x, w, offsets, groups, num_rows, schedule))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("num_rows", "choices", "num_groups", "first", "stop", "n"),
+    [(1, 8, 128, 0, 128, 2048), (700, 8, 128, 64, 128, 2048), (300, 3, 5, 0, 5, 1000)],
+)
+def test_weighted_sums_are_torchs_to_the_last_bit(
+    num_rows, choices, num_groups, first, stop, n, dtype: torch.dtype
+):
+    torch.manual_seed(0)
+    ids = torch.rand(num_rows, num_groups, device="cuda").argsort(dim=1)[:, :choices].int()
+    _, offsets, _, slots = route_values(ids, num_groups)
+    y = torch.randn(num_rows * choices, n, device="cuda", dtype=dtype)
+    weights = torch.rand(num_rows, choices, device="cuda")
+    given = y, weights, slots, offsets, GroupRange(first=first, stop=stop, num=num_groups)
+    assert torch.equal(add_weighted_rows(*given), scatter_values(*given))
 
 
 @pytest.mark.parametrize(("n", "k"), [(40, 8), (130, 72)])
