@@ -104,7 +104,8 @@ def measure(case: Case) -> str:
     replays: dict[str, Callable[[], object]] = {}
     found: dict[str, Tensor] = {}
     graphs = []
-    for name, call in make_calls(case).items():
+    calls = make_calls(case)  # kept until the end: replays read what they were given
+    for name, call in calls.items():
         try:
             graph, out = captured(call)
         except RuntimeError as error:
