@@ -6,8 +6,9 @@ or, where heads do not share keys in pairs, 128 rows of one head. Both groups mu
 loader warp streams through a ring, each in its turn: while one has its products done, the other
 does its exponentials. A group starts the next block's scores beside the values of the block before,
 so that its exponentials run beside its products too. Blocks come from a row's own position down, so
-the masked ones are first. Which items there are a program finds from `starts`. Next:
-packed_attention.py.
+the masked ones are first. Which items there are a loader finds from `starts`. It takes them one
+after the other, by an atomic head: they take a block's time or hundreds, and where a sequence ends
+short ones stand beside the longest of the next. Next: packed_attention.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -36,6 +37,8 @@ KEYS = gl.constexpr(128)
 GROUPS = gl.constexpr(2)
 QUERIES = gl.constexpr(2)
 """Tiles of queries that a warp group has room for: the next item's come beside this one's work."""
+FIELDS = gl.constexpr(6)
+"""Numbers by which the loader tells a warp group its part of an item."""
 NUMBERS = ("num_sequences", "context", "kv_heads", "row_stride", "window")
 """Arguments that one compiled kernel takes at any value."""
 
@@ -82,8 +85,9 @@ class Packed(NamedTuple):
 
 class AttentionRing(NamedTuple):
     """In shared memory, filled by TMA. query_tiles: [GROUPS * QUERIES, 64, dim]; key_slots,
-    value_slots: [stages, 128, dim]; each with mbarriers of what came and of what was read. turns:
-    one a warp group.
+    value_slots: [stages, 128, dim]; each with mbarriers of what came and of what was read. items:
+    i32 [GROUPS * QUERIES * FIELDS, 1], whose queries these are, written by the loader. turns:
+    mbarriers, one a warp group.
     """
 
     query_tiles: object
@@ -91,6 +95,7 @@ class AttentionRing(NamedTuple):
     value_slots: object
     queries_ready: object
     queries_free: object
+    items: object
     keys_ready: object
     keys_free: object
     values_ready: object
@@ -105,13 +110,8 @@ def number_items(length, spec: gl.constexpr):
 
 
 @gluon.jit
-def find_item(turn, packed, spec: gl.constexpr):
-    """(tile of rows, of all sequences; first query head) of this program's item number `turn`: the
-    programs take them back and forth, since those that follow each other take less and less long.
-    """
-    programs = gl.num_programs(0)
-    own = gl.program_id(0)
-    item = turn * programs + own + (turn & 1) * (programs - 1 - 2 * own)
+def find_item(item, packed, spec: gl.constexpr):
+    """(tile of rows, of all sequences; first query head) of an item."""
     columns = packed.kv_heads * spec.group // spec.item_heads
     return item // columns, item % columns * spec.item_heads
 
@@ -166,7 +166,40 @@ def load_block(cache, row, it, slots, ready, free, spec: gl.constexpr):
 
 
 @gluon.jit
-def load_items(q, keys, values, packed, ring, spec: gl.constexpr):
+def tell_item(ring, slot, line, num_rows, near, first, last, head):
+    """What read_item gives a warp group once the mbarrier of its queries has completed its phase:
+    written before the loader arrives there.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    fields = line, num_rows, near, first, last, head
+    for i in gl.static_range(FIELDS):
+        ring.items.index(slot * FIELDS + i).store(gl.full([1], fields[i], gl.int32, layout=layout))
+    cta_barrier()
+
+
+@gluon.jit
+def read_field(ring, number):
+    """A number that tell_item wrote."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.sum(ring.items.index(number).load(layout), 0)
+
+
+@gluon.jit
+def read_item(ring, turn, half: gl.constexpr):
+    """A warp group's part of its item number `turn`, when its queries are there: (first row, of all
+    sequences; rows of the sequence from there on, position of the first, first block of keys, last
+    one, query head). The head is -1 behind the last item.
+    """
+    slot = GROUPS * (turn % QUERIES) + half
+    mbarrier.wait(ring.queries_ready.index(slot), (turn // QUERIES) & 1)
+    at = slot * FIELDS
+    line, num_rows, near = read_field(ring, at), read_field(ring, at + 1), read_field(ring, at + 2)
+    first, last, head = read_field(ring, at + 3), read_field(ring, at + 4), read_field(ring, at + 5)
+    return line, num_rows, near, first, last, head
+
+
+@gluon.jit
+def load_items(q, keys, values, taken, packed, ring, spec: gl.constexpr):
     """The loader's partition, of one warp. Arguments as attend_kernel."""
     turn = 0
     it = 0
@@ -174,24 +207,26 @@ def load_items(q, keys, values, packed, ring, spec: gl.constexpr):
     before = 0
     begin = 0
     length = first_length(packed)
-    tile, head = find_item(turn, packed, spec)
+    tile, head = find_item(gl.program_id(0), packed, spec)
     sequence, before, begin, length = find_sequence(tile, sequence, before, begin, length, packed,
                                                     spec)  # fmt: skip
     while sequence < packed.num_sequences:
         origin = find_origin(sequence, begin, packed)
-        inner, _, first, last = find_blocks(tile, before, length, origin, packed, spec)
+        inner, near, first, last = find_blocks(tile, before, length, origin, packed, spec)
         cache = (sequence * packed.kv_heads + head // spec.group) * packed.context
         for half in gl.static_range(GROUPS):
             slot = GROUPS * (turn % QUERIES) + half
             mbarrier.wait(ring.queries_free.index(slot), ((turn // QUERIES) & 1) ^ 1)
             bar = ring.queries_ready.index(slot)
-            mbarrier.expect(bar, 2 * ROWS * spec.dim)
-            top = begin + inner
+            skipped = 0
             mine = head
             if spec.is_paired:
                 mine += half
             else:
-                top += half * ROWS
+                skipped += half * ROWS
+            top = begin + inner + skipped
+            tell_item(ring, slot, top, length - inner - skipped, near + skipped, first, last, mine)
+            mbarrier.expect(bar, 2 * ROWS * spec.dim)
             tma_load(q, [top, mine * spec.dim], bar, ring.query_tiles.index(slot))
         for back in range(last - first + 1):
             row = cache + (last - back) * KEYS
@@ -199,9 +234,15 @@ def load_items(q, keys, values, packed, ring, spec: gl.constexpr):
             load_block(values, row, it, ring.value_slots, ring.values_ready, ring.values_free, spec)
             it += 1
         turn += 1
-        tile, head = find_item(turn, packed, spec)
+        item = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
+        tile, head = find_item(item, packed, spec)
         sequence, before, begin, length = find_sequence(tile, sequence, before, begin, length,
                                                         packed, spec)  # fmt: skip
+    for half in gl.static_range(GROUPS):
+        slot = GROUPS * (turn % QUERIES) + half
+        mbarrier.wait(ring.queries_free.index(slot), ((turn // QUERIES) & 1) ^ 1)
+        tell_item(ring, slot, 0, 0, 0, 0, 0, -1)
+        mbarrier.arrive(ring.queries_ready.index(slot), count=1)
 
 
 @gluon.jit
@@ -279,10 +320,9 @@ def attend_block(q, scores, weights, acc, total, most, it, block, adds, steps, a
 
 
 @gluon.jit
-def store_rows(acc, total, buffer, out, top, row, num_rows, head, row_stride,
-               spec: gl.constexpr):  # fmt: skip
-    """A tile of results, of rows before num_rows of their sequence, through the memory of its
-    queries. top: first row of the sequence; row: of the tile in it.
+def store_rows(acc, total, buffer, out, line, num_rows, head, row_stride, spec: gl.constexpr):
+    """A tile of results, of rows before num_rows, through the memory of its queries. line: first
+    row of the tile.
     """
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     shares = gl.expand_dims(gl.convert_layout(1.0 / total, acc_rows), 1)
@@ -292,10 +332,10 @@ def store_rows(acc, total, buffer, out, top, row, num_rows, head, row_stride,
     dim: gl.constexpr = spec.dim
     lanes: gl.constexpr = dim // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
-    lines = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.expand_dims(gl.arange(0, dim, layout=gl.SliceLayout(0, layout)), 0)
-    offsets = gl.expand_dims((top + lines).to(gl.int64) * row_stride, 1) + head * spec.dim + columns
-    inside = gl.expand_dims(lines < num_rows, 1) & (columns < spec.dim)
+    offsets = gl.expand_dims((line + rows).to(gl.int64) * row_stride, 1) + head * spec.dim + columns
+    inside = gl.expand_dims(rows < num_rows, 1) & (columns < spec.dim)
     gl.store(out + offsets, buffer.load(layout), mask=inside)
 
 
@@ -310,37 +350,15 @@ def compute_items(out, packed, row_stride, scale, ring, half: gl.constexpr, spec
     turn = 0
     it = 0
     steps = 0
-    sequence = 0
-    before = 0
-    begin = 0
-    length = first_length(packed)
-    tile, head = find_item(turn, packed, spec)
-    sequence, before, begin, length = find_sequence(tile, sequence, before, begin, length, packed,
-                                                    spec)  # fmt: skip
-    origin = find_origin(sequence, begin, packed)
     scores = gl.zeros([ROWS, KEYS], gl.float32, layout=score_layout)
     acc = gl.zeros([ROWS, dim], gl.float32, layout=acc_layout)
-    while sequence < packed.num_sequences:
-        inner, near, first, last = find_blocks(tile, before, length, origin, packed, spec)
-        mine = head
-        if spec.is_paired:
-            mine += half
-        else:
-            inner += half * ROWS
-            near += half * ROWS
+    line, num_rows, near, first, last, head = read_item(ring, turn, half)
+    while head >= 0:
         at = near + gl.arange(0, ROWS, layout=row_layout)
         whole = first
         if not spec.windowed:
             whole = max((near + 1) // KEYS, first)
         slot = GROUPS * (turn % QUERIES) + half
-        mbarrier.wait(ring.queries_ready.index(slot), (turn // QUERIES) & 1)
-        turn += 1
-        top, num_rows = begin, length
-        # the next item's place, from memory, long before it is needed
-        tile, head = find_item(turn, packed, spec)
-        sequence, before, begin, length = find_sequence(tile, sequence, before, begin, length,
-                                                        packed, spec)  # fmt: skip
-        origin = find_origin(sequence, begin, packed)
         q = ring.query_tiles.index(slot)
 
         scores = start_scores(q, scores, it, ring, spec)
@@ -358,28 +376,32 @@ def compute_items(out, packed, row_stride, scale, ring, half: gl.constexpr, spec
                 scale, packed, ring, half, True, spec)  # fmt: skip
             it += 1
             steps += 1
-        for block in range(min(last, whole) - 1, first - 1, -1):
-            scores, weights, acc, total, most = attend_block(
-                q, scores, weights, acc, total, most, it, block, block < last - 1, steps, at,
-                scale, packed, ring, half, False, spec)  # fmt: skip
-            it += 1
-            steps += 1
+        if not spec.windowed:
+            for block in range(min(last, whole) - 1, first - 1, -1):
+                scores, weights, acc, total, most = attend_block(
+                    q, scores, weights, acc, total, most, it, block, block < last - 1, steps, at,
+                    scale, packed, ring, half, False, spec)  # fmt: skip
+                it += 1
+                steps += 1
         acc = start_values(weights, acc, it - 1, last > first, ring, spec)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(ring.values_free.index((it - 1) % spec.stages), count=1)
-        store_rows(acc, total, q, out, top, inner, num_rows, mine, row_stride, spec)
+        store_rows(acc, total, q, out, line, num_rows, head, row_stride, spec)
         fence_async_shared()
         cta_barrier()
         mbarrier.arrive(ring.queries_free.index(slot), count=1)
+        turn += 1
+        line, num_rows, near, first, last, head = read_item(ring, turn, half)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
-def attend_kernel(q, keys, values, out, starts, positions, num_sequences, context, kv_heads,
+def attend_kernel(q, keys, values, out, taken, starts, positions, num_sequences, context, kv_heads,
                   row_stride, window, scale, spec: gl.constexpr):  # fmt: skip
     """Of local memory. Descriptors, read: q, bf16 [m, heads * dim] in blocks of [64, dim]; keys,
     values, the caches, bf16 [sequences * kv_heads * context, dim] in blocks of [128, dim]. out:
-    bf16 [m, heads, dim], row_stride elements a row, written. starts, positions, num_sequences,
-    context, kv_heads, window: see Packed. scale: of scores, in powers of two, above 0. spec: see
+    bf16 [m, heads, dim], row_stride elements a row, written. taken: i32 [1], zero before, items
+    that loaders took behind their first ones. starts, positions, num_sequences, context, kv_heads,
+    window: see Packed. scale: of scores, in powers of two, above 0. spec: see
     AttentionSpec.
     """
     stages: gl.constexpr = spec.stages
@@ -390,6 +412,9 @@ def attend_kernel(q, keys, values, out, starts, positions, num_sequences, contex
         gl.allocate_shared_memory(gl.bfloat16, [stages, KEYS, dim], values.layout),
         make_barriers(GROUPS * QUERIES, 1),
         make_barriers(GROUPS * QUERIES, 1),
+        gl.allocate_shared_memory(
+            gl.int32, [GROUPS * QUERIES * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        ),
         make_barriers(stages, 1),
         make_barriers(stages, GROUPS),
         make_barriers(stages, 1),
@@ -401,7 +426,7 @@ def attend_kernel(q, keys, values, out, starts, positions, num_sequences, contex
         [
             (compute_items, (out, packed, row_stride, scale, ring, 0, spec)),
             (compute_items, (out, packed, row_stride, scale, ring, 1, spec)),
-            (load_items, (q, keys, values, packed, ring, spec)),
+            (load_items, (q, keys, values, taken, packed, ring, spec)),
         ],
         [4, 1],
         [240, 24],

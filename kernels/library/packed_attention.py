@@ -182,6 +182,7 @@ def attend_by_groups(
     """As attend_packed, by the kernel of two warp groups."""
     num_rows, kv_heads, group, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
     blocks = (
         (q.view(num_rows, -1), ROWS),
         (k_cache.view(-1, dim), KEYS),
@@ -202,9 +203,9 @@ def attend_by_groups(
         stages=STAGES[dim],
     )
     launch(
-        attend_kernel, (num_sms(q.device.index),),
-        *descriptors, out, starts, positions, starts.shape[0] - 1, k_cache.shape[-2], kv_heads,
-        kv_heads * group * dim, window, scale * LOG2_E, spec=spec, num_warps=4,
+        attend_kernel, (num_sms(q.device.index),), *descriptors, out, taken, starts, positions,
+        starts.shape[0] - 1, k_cache.shape[-2], kv_heads, kv_heads * group * dim, window,
+        scale * LOG2_E, spec=spec, num_warps=4,
     )  # fmt: skip
     return out
 

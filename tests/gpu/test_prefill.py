@@ -128,6 +128,28 @@ def test_packed_attention_is_that_of_float64(
     assert error.max() < 1.6e-2
 
 
+@pytest.mark.parametrize("window", [0, 1000])
+@pytest.mark.parametrize(("dim", "group"), [(64, 4), (128, 4), (128, 3)])
+def test_more_items_of_attention_than_programs(dim: int, group: int, window: int):
+    """Each program has several, as they come: all are done once, with the same bits each time."""
+    torch.manual_seed(0)
+    lengths, cached = (1500, 64, 0, 900, 2100, 1, 3000), (0, 7, 0, 1700, 0, 3000, 100)
+    kv_heads, context = 3, 3200
+    q = torch.randn(sum(lengths), kv_heads, group, dim, device="cuda").bfloat16()
+    shape = (len(lengths), kv_heads, context, dim)
+    caches = [torch.randn(shape, device="cuda").bfloat16() for _ in range(2)]
+    spans = [range(start, start + num) for num, start in zip(lengths, cached, strict=True)]
+    positions = torch.tensor([at for span in spans for at in span], device="cuda")
+    starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], device="cuda")
+    given = q, *caches, positions, starts, dim**-0.5, window
+    found = attend_by_groups(*given)
+    by_tiles = attend_by_tiles(*given)
+    error = (found - by_tiles).float().norm(dim=-1) / by_tiles.float().norm(dim=-1)
+    assert error.max() < 1.6e-2
+    for _ in range(30):
+        assert torch.equal(attend_by_groups(*given), found)
+
+
 def test_packed_prompts_give_what_each_gives_alone():
     """Whole and in parts, as programs and as graphs; logits within bf16's rounding."""
     engine = open_engine("smollm2-135m", batch=8, max_context=1024, max_batched_tokens=512)

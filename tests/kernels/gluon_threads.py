@@ -1,4 +1,5 @@
-"""Runs a warp-specialised Gluon kernel without a GPU: partitions are threads, mbarriers conditions.
+"""Runs a warp-specialised Gluon kernel without a GPU: all programs at once, partitions as threads,
+mbarriers as conditions.
 
 In: a module of Gluon functions, a kernel of it, arguments as at a launch. What a kernel's results
 depend on is what a GPU allows: products are done when they are waited for, not before, from what
@@ -18,7 +19,10 @@ from torch import Tensor
 from triton.language.core import constexpr
 from triton.runtime.jit import JITFunction
 
+ATOMIC = threading.Lock()
 LONGEST_WAIT_S = 8.0
+UNWRITTEN = 987_654_321
+"""In shared memory that holds whole numbers."""
 TYPES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
@@ -156,6 +160,12 @@ class Program:
         def load(pointer: Pointer) -> Number:
             return Number(pointer.memory[int(pointer.at)])
 
+        def atomic_add(pointer: Pointer, value: int, sem: str) -> Number:
+            with ATOMIC:
+                found = load(pointer)
+                pointer.memory[int(pointer.at)] += value
+            return found
+
         def store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
             mask = mask.expand(value.shape).as_subclass(Tensor)
             pointer.memory[pointer.at.as_subclass(Tensor)[mask]] = value.as_subclass(Tensor)[mask]
@@ -163,12 +173,20 @@ class Program:
         def full(shape: Sequence[int], value: float, dtype: torch.dtype, layout: object) -> Tile:
             return tile(torch.full(tuple(map(int, shape)), value, dtype=dtype))
 
+        def total(x: Tensor, dim: int) -> Tensor | Number:
+            found = x.sum(dim)
+            return found if found.dim() else Number(found)
+
         names: dict[str, Any] = {
             **TYPES,
             "program_id": lambda axis: Number(self.number),
             "num_programs": lambda axis: Number(self.num_programs),
             "allocate_shared_memory": lambda dtype, shape, layout: Buffer(
-                torch.full(tuple(map(int, shape)), torch.nan, dtype=dtype)
+                torch.full(
+                    tuple(map(int, shape)),
+                    torch.nan if dtype.is_floating_point else UNWRITTEN,
+                    dtype=dtype,
+                )
             ),
             "warp_specialize": lambda parts, warps, registers: self.threads.extend(
                 partial(function, *given) for function, given in parts
@@ -185,13 +203,14 @@ class Program:
             if isinstance(x, Tensor)
             else tile(torch.where(mask, torch.tensor(x), y)),
             "max": lambda x, dim: x.max(dim).values,
-            "sum": lambda x, dim: x.sum(dim),
+            "sum": total,
             "maximum": torch.maximum,
             "exp2": torch.exp2,
             "full": full,
             "zeros": lambda shape, dtype, layout: full(shape, 0.0, dtype, layout),
             "load": load,
             "store": store,
+            "atomic_add": atomic_add,
             "constexpr": None,
         }
         for layout in (
@@ -199,6 +218,7 @@ class Program:
             "DotOperandLayout",
             "SliceLayout",
             "BlockedLayout",
+            "SwizzledSharedLayout",
         ):
             names[layout] = lambda *fields: None
         return SimpleNamespace(**names)
@@ -269,24 +289,25 @@ class Program:
 def run_kernel(
     module: ModuleType, name: str, num_programs: int, arguments: Mapping[str, object]
 ) -> None:
-    """All programs, one after the other. arguments: Descriptors, Pointers, numbers, the spec."""
+    """All programs at the same time. arguments: Descriptors, Pointers, numbers, the spec."""
+    errors: list[BaseException] = []
+    threads = []
+
+    def run(part: Callable[[], object]) -> None:
+        try:
+            part()
+        except BaseException as error:
+            errors.append(error)
+
     for number in range(num_programs):
         program = Program(number, num_programs)
         scope = program.scope(module)
         given = {n: Number(x) if type(x) is int else x for n, x in arguments.items()}
         scope[name](**given)
-        errors: list[BaseException] = []
-
-        def run(part: Callable[[], object], errors: list[BaseException] = errors) -> None:
-            try:
-                part()
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=run, args=(part,)) for part in program.threads]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        threads += [threading.Thread(target=run, args=(part,)) for part in program.threads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

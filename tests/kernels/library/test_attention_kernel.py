@@ -50,6 +50,7 @@ def error_of(
             "keys": Descriptor(caches[0].view(-1, spec.dim), KEYS.value),
             "values": Descriptor(caches[1].view(-1, spec.dim), KEYS.value),
             "out": Pointer(out),
+            "taken": Pointer(torch.zeros(1, dtype=torch.int32)),
             "starts": Pointer(starts),
             "positions": Pointer(positions),
             "num_sequences": len(lengths),
@@ -95,7 +96,13 @@ def test_products_run_beside_exponentials_and_nothing_spills(dim: int, group: in
     types: dict[str, object] = {
         name: descriptor("bf16", (rows.value, dim)) for name, rows in blocks.items()
     }
-    types |= {"out": "*bf16", "starts": "*i64", "positions": "*i64", "scale": "fp32"}
+    types |= {
+        "out": "*bf16",
+        "taken": "*i32",
+        "starts": "*i64",
+        "positions": "*i64",
+        "scale": "fp32",
+    }
     types |= dict.fromkeys(NUMBERS, "i32")
     code = compile_kernel(attend_kernel, types, {"spec": spec}, 4, None)
     assert code.stack_bytes == 0
