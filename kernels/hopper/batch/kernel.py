@@ -309,6 +309,8 @@ def compute(
         if CHOICE != NO_CHOICE:
             # in words of their own: the next launch's first must not overwrite what no one has read
             after = RANKS * BEST_WORDS
+            if EXPERTS is not None and RANKS > 1:
+                words = fetch(queue, 0)  # those of the last instruction until here
             chosen = next_tokens(words, memory, peers, after, sm, flag, CHOICE, RANKS, ROWS)
             write_tokens(memory.tokens, num_steps - 1, chosen, ROWS)
         b = gl.arange(0, ROWS, layout=gl.SliceLayout(1, BY_SM))
