@@ -107,11 +107,11 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernel runs on operands of these kinds, and is expected to be fastest."""
     batches, heads, rows, dim = q.shape
     on_hopper = q.is_cuda and is_hopper(q.device.index) and q.dtype in HALVES
-    alike = {x.dtype for x in (q, k, v)} == {q.dtype} and {x.stride(3) for x in (q, k, v)} == {1}
+    of_rows = {x.dtype for x in (q, k, v)} == {q.dtype} and {x.stride(3) for x in (q, k, v)} == {1}
     near = all(step % ALIGNED == 0 for x in (q, k, v) for step in x.stride()[:3])
     near = near and all(x.data_ptr() % ALIGNED == 0 for x in (q, k, v))
     short = k.shape[2] <= MOST_KEYS and max(dim, v.shape[3]) <= MOST_DIM
-    if not (on_hopper and alike and near and short):
+    if not (on_hopper and of_rows and near and short):
         return False
     return -(-rows // ROWS) * heads * batches <= num_sms(q.device.index)
 
