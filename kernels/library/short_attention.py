@@ -40,10 +40,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_rows(start, lines, num_lines, line_stride, places, num_places):
-    """Rows [lines, places] of a matrix whose elements of a row lie together; zeros outside."""
-    at = start + lines.to(tl.int64)[:, None] * line_stride + places[None, :]
-    inside = (lines < num_lines)[:, None] & (places < num_places)[None, :]
+def load_rows(start, lines, num_lines, line_stride, columns, num_columns):
+    """Rows [lines, columns] of a matrix whose elements of a row lie together; zeros outside."""
+    at = start + lines.to(tl.int64)[:, None] * line_stride + columns[None, :]
+    inside = (lines < num_lines)[:, None] & (columns < num_columns)[None, :]
     return tl.load(at, mask=inside, other=0.0)
 
 
@@ -60,7 +60,7 @@ def attend_rows(q, k, v, out, q_strides, k_strides, v_strides, out_strides, scal
     program = tl.program_id(0)
     tile, head, batch = program % tiles, program // tiles % heads, program // tiles // heads
     line = tile * rows + tl.arange(0, rows)
-    term, place = tl.arange(0, d_padded), tl.arange(0, e_padded)
+    term, of_values = tl.arange(0, d_padded), tl.arange(0, e_padded)
     q += batch.to(tl.int64) * q_strides[0] + head * q_strides[1]
     k += batch.to(tl.int64) * k_strides[0] + head // group * k_strides[1]
     v += batch.to(tl.int64) * v_strides[0] + head // group * v_strides[1]
@@ -75,7 +75,7 @@ def attend_rows(q, k, v, out, q_strides, k_strides, v_strides, out_strides, scal
     for begin in tl.range(0, t, keys):
         column = begin + tl.arange(0, keys)
         some = load_rows(k, column, t, k_strides[2], term, d)
-        other = load_rows(v, column, t, v_strides[2], place, e)
+        other = load_rows(v, column, t, v_strides[2], of_values, e)
         scores = tl.dot(queries, some.T) * (scale * LOG2E)
         scores = tl.where((column < t)[None, :], scores, float("-inf"))
         above = tl.maximum(highest, tl.max(scores, 1))
@@ -85,8 +85,8 @@ def attend_rows(q, k, v, out, q_strides, k_strides, v_strides, out_strides, scal
         acc = tl.dot(powers.to(v.dtype.element_ty), other, acc * kept[:, None])
         highest = above
     result = acc / total[:, None]
-    at = out + line.to(tl.int64)[:, None] * out_strides[2] + place[None, :]
-    inside = (line < m)[:, None] & (place < e)[None, :]
+    at = out + line.to(tl.int64)[:, None] * out_strides[2] + of_values[None, :]
+    inside = (line < m)[:, None] & (of_values < e)[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=inside)
 
 
