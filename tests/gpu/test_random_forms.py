@@ -1,9 +1,12 @@
 """Programs made as layers of networks are, as one kernel: about as exact as torch in bf16."""
 
+import math
+from collections.abc import Mapping
 from contextlib import suppress
 
 import pytest
 import torch
+from torch import Tensor
 
 from distmega.compiled import CompiledProgram
 from distmega.errors import UnsupportedError
@@ -19,10 +22,10 @@ from tests.kernels.random_forms import random_form, random_values
 
 pytestmark = pytest.mark.gpu
 
-MOST_ERROR = 3.0
-"""Times the error of torch in bf16, of one program; what is rounded where differs."""
-ROUNDING = 4e-3
-"""An error that is no worse than rounding to bf16."""
+MOST_ERROR = 1.25
+"""Times the error of torch in bf16, over all draws of a program's inputs."""
+DRAWS = 8
+"""Of one row the error of a single draw says little: where the two round differs."""
 
 
 def check(program: Program, seed: int) -> None:
@@ -30,36 +33,54 @@ def check(program: Program, seed: int) -> None:
     bits in a second program.
     """
     plan = plan_program(program, DeviceMesh(tp=1), H200)
-    values = {name: x.cuda() for name, x in random_values(program, seed).items()}
-    inputs = {tensor.name: values[tensor.name] for tensor in program.with_role("input")}
-    runs = []
-    for _ in range(2):
-        step = CompiledProgram(
-            plan, SingleCommunicator(plan.mesh), "cuda:0", warm=True, megakernel=True
-        )
+    steps = [
+        CompiledProgram(plan, SingleCommunicator(plan.mesh), "cuda:0", warm=True, megakernel=True)
+        for _ in range(2)
+    ]
+    for step in steps:
         assert (step.stats.num_megakernels, step.stats.num_library_ops) == (1, 0)
-        for name, tensor in step.tensors.items():
-            tensor.copy_(values[name])
-        runs.append({name: x.clone() for name, x in step(inputs).items()})
-        step.wait()
-    found, again = runs
-    assert all(torch.equal(x, again[name]) for name, x in found.items())
-    exact, half = (
-        run_program_in(dtype, program, values) for dtype in (torch.float64, torch.bfloat16)
-    )
-    for name, x in found.items():
-        if not x.is_floating_point():
-            (argmax,) = (op for op in program.ops if op.kind == "argmax")
-            logits = exact[argmax.reads[0].tensor]
-            chosen = logits.gather(-1, x.unsqueeze(-1)).squeeze(-1)
-            assert (chosen >= logits.amax(-1) - 0.02 * logits.abs().max()).all()
-            continue
-        far, in_half = (
-            float((one.double() - exact[name]).norm() / exact[name].norm())
-            for one in (x, half[name])
+    squares: dict[str, list[tuple[float, float]]] = {}
+    for draw in range(DRAWS):
+        values = values_of(program, seed, draw)
+        found, again = (run(step, program, values) for step in steps)
+        assert all(torch.equal(x, again[name]) for name, x in found.items())
+        exact, half = (
+            run_program_in(dtype, program, values) for dtype in (torch.float64, torch.bfloat16)
         )
+        for name, x in found.items():
+            if not x.is_floating_point():
+                (argmax,) = (op for op in program.ops if op.kind == "argmax")
+                logits = exact[argmax.reads[0].tensor]
+                chosen = logits.gather(-1, x.unsqueeze(-1)).squeeze(-1)
+                assert (chosen >= logits.amax(-1) - 0.02 * logits.abs().max()).all()
+                continue
+            far, in_half = (
+                float((one.double() - exact[name]).norm() / exact[name].norm())
+                for one in (x, half[name])
+            )
+            squares.setdefault(name, []).append((far**2, in_half**2))
+    for name, pairs in squares.items():
+        far, in_half = (math.sqrt(sum(errors) / DRAWS) for errors in zip(*pairs, strict=True))
         print(f"{program.name} {name}: kernel {far:.2e}, torch {in_half:.2e}")
-        assert far <= max(MOST_ERROR * in_half, ROUNDING)
+        assert far <= MOST_ERROR * in_half
+
+
+def values_of(program: Program, seed: int, draw: int) -> dict[str, Tensor]:
+    """Weights and states of a seed, inputs of their own for each draw."""
+    values = random_values(program, seed)
+    drawn = random_values(program, seed + 1000 * (1 + draw))
+    values |= {tensor.name: drawn[tensor.name] for tensor in program.with_role("input")}
+    return {name: x.cuda() for name, x in values.items()}
+
+
+def run(step: CompiledProgram, program: Program, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Outputs of one call that begins with these weights and states."""
+    for name, tensor in step.tensors.items():
+        tensor.copy_(values[name])
+    inputs = {tensor.name: values[tensor.name] for tensor in program.with_role("input")}
+    found = {name: x.clone() for name, x in step(inputs).items()}
+    step.wait()
+    return found
 
 
 @pytest.mark.parametrize("rows", [1, 5])
