@@ -1,10 +1,10 @@
 """Printed form of an EventGraph's tasks and event tensors, and its parser.
 
-    events mlp
+    events sums
       symbol B: 16 of x.0
       tasks p(m:16/1@B)
       tasks c(m:16/1@B, n:64/16)
-      tasks gate(e:4/1, r:4/2) rows routing.offsets of 4 (e, r)
+      tasks q(e:4/1, r:4/2) rows routing.offsets of 4 (e, r)
       event p.0[ceil(B/1)<=16] own from p(d0) count 1 active B to c(d0)
 
 A dim of a grid prints as axis:extent/tile, with its symbol. A place prints as the task's dim it

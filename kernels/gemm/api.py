@@ -53,7 +53,7 @@ def matmul(
     fit.
 
     mixes: an expression of a0 and a1, columns n and N / 2 + n of the product, which is column n of
-    the result, [M, N / 2]: silu(a0) * a1 of a gate's weight above another.
+    the result, [M, N / 2]: silu(a0) * a1 of one weight above another.
     other: where the two lie apart, the second of them; both are [N / 2, K] then.
     """
     formula = _check(a, b, mixes, other)

@@ -123,7 +123,7 @@ def name_word(queues: RowQueues | BatchQueues, word: int) -> str:
 
 
 def describe(one: Instruction) -> str:
-    """An instruction by the op that it is of, as "layers.3.ffn_sum, rows 16 to 32"."""
+    """An instruction by the op that it is of, as "layers.3.sum, rows 16 to 32"."""
     match one:
         case RowLinear() | RowPointwise():
             return f"{one.name}, rows {one.row0} to {last_row(one)}"
@@ -210,7 +210,7 @@ def _batch_debtor(queues: BatchQueues, word: int, number: int) -> str:
 
 
 def describe_batch(queues: BatchQueues, number: int, sm: int | None = None) -> str:
-    """An instruction of the batched kernel as "instruction 4, layers.0.attn_sum, rows 16 to 32"."""
+    """An instruction of the batched kernel as "instruction 4, layers.0.sum, rows 16 to 32"."""
     number %= len(queues.queues[0])
     one = queues.queues[sm or 0][number]
     found = f"instruction {number}, {one.name}"

@@ -190,9 +190,9 @@ ROUND = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 2], [1, 0]))
 ROUND_COLUMNS = gl.constexpr(gl.SliceLayout(0, ROUND.value))
 PAIRS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 2], [1, 0]))
 """[4 units, 64]: what two neighbouring rows become when they are packed."""
-GATE_UP = gl.constexpr(gl.BlockedLayout([1, 2, 2], [1, 32, 1], [2, 2, 2], [2, 1, 0]))
-"""[2, 128, gate or up]."""
-GATE_PAIRS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [2, 4], [1, 0]))
+TWO_STREAMS = gl.constexpr(gl.BlockedLayout([1, 2, 2], [1, 32, 1], [2, 2, 2], [2, 1, 0]))
+"""[2, 128, 2 streams]."""
+ROW_PAIRS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [2, 4], [1, 0]))
 """[2, 64]."""
 BY_SM = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 """[16 sequences, 256 SMs]."""

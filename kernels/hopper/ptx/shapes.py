@@ -49,8 +49,8 @@ EVERY_WARP = gl.constexpr(gl.BlockedLayout([8], [32], [8], [0]))
 GROUP_UNITS = gl.constexpr(8)
 """Units whose rows are summed and written together."""
 GROUP_ROWS = gl.constexpr(64)
-GATE_UP = gl.constexpr(gl.BlockedLayout([1, 1, 2], [4, 8, 1], [8, 1, 1], [2, 1, 0]))
-"""[4, 8 rows, gate or up]: the gate and the up of a row in one thread."""
+TWO_STREAMS = gl.constexpr(gl.BlockedLayout([1, 1, 2], [4, 8, 1], [8, 1, 1], [2, 1, 0]))
+"""[4, 8 rows, 2 streams]: both streams of a row in one thread."""
 
 Q_DOT = gl.constexpr(gl.DotOperandLayout(0, MMA3.value, 2))
 KV_DOT = gl.constexpr(gl.DotOperandLayout(1, MMA3.value, 2))

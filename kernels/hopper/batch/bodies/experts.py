@@ -24,8 +24,6 @@ from distmega.kernels.hopper.batch_plan.fields import (
     DST,
     EXPERT_COLUMNS,
     EXPERT_ROWS,
-    GATE_PAIRS,
-    GATE_UP,
     GROUP_UNITS,
     HALF_CHUNK,
     LIN_NUM_TILES_K,
@@ -35,6 +33,8 @@ from distmega.kernels.hopper.batch_plan.fields import (
     PAIRS,
     ROUND_COLUMNS,
     ROUND_UNITS,
+    ROW_PAIRS,
+    TWO_STREAMS,
 )
 from distmega.kernels.hopper.epilogues import field
 from distmega.kernels.hopper.ptx.device import bf16_pair, keep
@@ -141,16 +141,16 @@ def write_weighted(
     expert = expert_of_hit(chosen, hit)
     own = unit - hit * units_a_hit(words, EXPERTS)
     if field(EPILOGUES, NUMBER, "num_streams") == 2:
-        MIXED: gl.constexpr = gl.SliceLayout(2, GATE_UP)
+        MIXED: gl.constexpr = gl.SliceLayout(2, TWO_STREAMS)
         pairs = gl.permute(gl.reshape(y, [ROUND_UNITS // 2, 2, COLUMNS]), [0, 2, 1])
-        first, second = gl.split(gl.convert_layout(pairs, GATE_UP))
+        first, second = gl.split(gl.convert_layout(pairs, TWO_STREAMS))
         b = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MIXED)), 0) // UNIT_ROWS
         z = evaluate(FORMULA, (first, second, weights_of(chosen, expert, b)))
         z = gl.where(((rows >> b) & 1) != 0, z, 0.0)
         low, high = gl.split(gl.reshape(z, [ROUND_UNITS // 2, COLUMNS // 2, 2]))
-        payload = gl.convert_layout(bf16_pair(low, high), GATE_PAIRS)
-        u = gl.expand_dims(gl.arange(0, ROUND_UNITS // 2, layout=gl.SliceLayout(1, GATE_PAIRS)), 1)
-        c = gl.expand_dims(gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, GATE_PAIRS)), 0) * 2
+        payload = gl.convert_layout(bf16_pair(low, high), ROW_PAIRS)
+        u = gl.expand_dims(gl.arange(0, ROUND_UNITS // 2, layout=gl.SliceLayout(1, ROW_PAIRS)), 1)
+        c = gl.expand_dims(gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, ROW_PAIRS)), 0) * 2
         row = (own // 2 + u) * UNIT_ROWS + c % UNIT_ROWS
         mine = unit // 2 + u < stop // 2
     else:

@@ -43,8 +43,6 @@ from distmega.kernels.hopper.batch_plan.fields import (
     EMB_FIRST_TOKEN,
     EMB_NUM_COLUMNS,
     EMB_NUM_TOKENS,
-    GATE_PAIRS,
-    GATE_UP,
     GATHER_FIRST_COLUMN,
     GATHER_NUM_COLUMNS,
     GATHER_NUMBER,
@@ -75,8 +73,10 @@ from distmega.kernels.hopper.batch_plan.fields import (
     ROUND_COLUMNS,
     ROUND_UNITS,
     ROW_MULTIPLE,
+    ROW_PAIRS,
     SLOT_MASK,
     SRC,
+    TWO_STREAMS,
 )
 from distmega.kernels.hopper.epilogues import (
     ENTRY,
@@ -256,10 +256,10 @@ def write_mixed(
     """What becomes of a round of two pairs of units of two streams."""
     FORMULA: gl.constexpr = field(EPILOGUES, NUMBER, "formula")
     CARRIES: gl.constexpr = field(EPILOGUES, NUMBER, "num_carried")
-    MIXED: gl.constexpr = gl.SliceLayout(2, GATE_UP)
+    MIXED: gl.constexpr = gl.SliceLayout(2, TWO_STREAMS)
     WIDTH: gl.constexpr = UNIT_ROWS * ROWS
     pairs = gl.permute(gl.reshape(y, [ROUND_UNITS // 2, 2, WIDTH]), [0, 2, 1])
-    first, second = gl.split(gl.convert_layout(pairs, GATE_UP))
+    first, second = gl.split(gl.convert_layout(pairs, TWO_STREAMS))
     row0 = words[LIN_ROW0] // 2
     num_rows = words[NUM_ROWS] // 2
     num_own = gl.minimum(words[NUM_UNITS] * UNIT_ROWS // 2, num_rows - row0)
@@ -279,9 +279,9 @@ def write_mixed(
         keep_numbers(words, numbers, mixed, row0 + own, b, num_rows, mine, ROWS)
     if field(EPILOGUES, NUMBER, "publishes"):
         low, high = gl.split(gl.reshape(mixed, [ROUND_UNITS // 2, WIDTH // 2, 2]))
-        payload = gl.convert_layout(bf16_pair(low, high), GATE_PAIRS)
-        u = gl.expand_dims(gl.arange(0, ROUND_UNITS // 2, layout=gl.SliceLayout(1, GATE_PAIRS)), 1)
-        c = gl.expand_dims(gl.arange(0, WIDTH // 2, layout=gl.SliceLayout(0, GATE_PAIRS)), 0) * 2
+        payload = gl.convert_layout(bf16_pair(low, high), ROW_PAIRS)
+        u = gl.expand_dims(gl.arange(0, ROUND_UNITS // 2, layout=gl.SliceLayout(1, ROW_PAIRS)), 1)
+        c = gl.expand_dims(gl.arange(0, WIDTH // 2, layout=gl.SliceLayout(0, ROW_PAIRS)), 0) * 2
         own = (unit // 2 + u) * UNIT_ROWS + c % UNIT_ROWS
         at = acts + of_rows(words[DST] // 2, ROWS)
         at += pair_index(row0 + own, c // UNIT_ROWS, ROWS)

@@ -1,7 +1,8 @@
 """Attention tasks on the compute warps: one kv head's query group over one split of the context.
 
-In: flagged words of the qkv output, cached keys and values in the ring. Out: flagged words of the
-split's outputs, maxima and sums, and the new position in the cache. Next on the walk: splits.py.
+In: flagged words of queries, keys and values, cached keys and values in the ring. Out: flagged
+words of the split's outputs, maxima and sums, and the new position in the cache. Next on the walk:
+splits.py.
 """
 
 from triton.experimental import gluon

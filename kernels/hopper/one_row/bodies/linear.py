@@ -67,13 +67,13 @@ from distmega.kernels.hopper.ptx.device import (
 )
 from distmega.kernels.hopper.ptx.shapes import (
     EVERY_WARP,
-    GATE_UP,
     GROUP_ROWS,
     GROUP_UNITS,
     PER_THREAD,
     REDUCE,
     STAGE_CHUNKS,
     THREADS,
+    TWO_STREAMS,
     TWOS,
     UNIT_ROWS,
     VECTOR_MULTIPLE,
@@ -519,12 +519,12 @@ def linear_task(
                 elif STREAMS == 2:
                     pairs = gl.reshape(y, [GROUP_UNITS // 2, 2, UNIT_ROWS])
                     first, second = gl.split(
-                        gl.convert_layout(gl.permute(pairs, [0, 2, 1]), GATE_UP)
+                        gl.convert_layout(gl.permute(pairs, [0, 2, 1]), TWO_STREAMS)
                     )
                     if field(EPILOGUES, i, "weighted"):
-                        gate = gl.convert_layout(gl.reshape(first, [GROUP_ROWS // 2]), TWOS)
-                        up = gl.convert_layout(gl.reshape(second, [GROUP_ROWS // 2]), TWOS)
-                        mixed = weighted(slots, row0 // 2, (gate, up), 2, TREE, EXPERTS)
+                        first = gl.convert_layout(gl.reshape(first, [GROUP_ROWS // 2]), TWOS)
+                        second = gl.convert_layout(gl.reshape(second, [GROUP_ROWS // 2]), TWOS)
+                        mixed = weighted(slots, row0 // 2, (first, second), 2, TREE, EXPERTS)
                     else:
                         mixed = gl.reshape(evaluate(TREE, (first, second)), [GROUP_ROWS // 2])
                         mixed = gl.convert_layout(mixed, TWOS)
