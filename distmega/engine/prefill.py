@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from distmega.collecting import gc_paused
 from distmega.engine.decode_plan import (
     BY_ROWS,
     DecodePlan,
@@ -252,6 +253,7 @@ class Prefills:
             logger.warning("prompts run op by op, not as CUDA graphs: %s", problem)
         return captured
 
+    @gc_paused  # compilers make a million objects
     def _compile_ahead(self, program: _Program, tensors: Tensors) -> None:
         """Compiles the kernels of a program side by side: one after the other, as they are first
         launched, those of a layer would take 3 s. Where the program is from an earlier process,
