@@ -10,7 +10,15 @@ from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.batch_plan.proof import find_batch_hazard
 from distmega.kernels.hopper.batch_plan.queues import apart
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
-from distmega.kernels.hopper.batch_plan.words import MAX_ROWS, BatchProduct
+from distmega.kernels.hopper.batch_plan.words import (
+    MAX_ROWS,
+    PRODUCT_TILE,
+    STEP_K,
+    BatchHead,
+    BatchProduct,
+    has_whole_tiles,
+    steps_of_sm,
+)
 from distmega.kernels.hopper.diagnosis import describe_batch
 from distmega.kernels.hopper.emulator import BatchLaunch, emulate_batch
 from distmega.kernels.tasks.fuse import fuse_segment
@@ -98,6 +106,39 @@ def test_a_product_that_is_not_done_once_is_not_proven(
     fused = tuple(apart(fuse_segment(case.local.program), case.local.program.outputs))
     assert find_batch_hazard(queues, fused) == ""
     assert reason in find_batch_hazard(changed(queues, number + behind, **fields), fused)
+
+
+def test_whole_tiles_are_not_added_up_before_others_have_multiplied_them():
+    case = batch_case(of_tokens(40), most_rows=MAX_ROWS)
+    (queues,) = case.queues
+    fused = tuple(apart(fuse_segment(case.local.program), case.local.program.outputs))
+    number = next(i for i, one in enumerate(queues.queues[0]) if isinstance(one, BatchHead))
+    head = queues.queues[0][number]
+    assert isinstance(head, BatchHead)
+    assert (head.num_rows, head.num_units, head.src) == (200, 16, 1), "a tile each of two SMs"
+    first, *others = changed(queues, number, row0=200, num_units=0).queues
+    own = replace(head, row0=0, num_units=25)
+    queues = replace(queues, queues=((*first[:number], own, *first[number + 1 :]), *others))
+    assert "before others have multiplied" in find_batch_hazard(queues, fused)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "num_sms", "whole"),
+    [
+        (16384, 2048, 132, True),  # 128 tiles
+        (3072, 2048, 132, False),
+        (24576, 4096, 132, False),  # 192: some SMs would have two
+        (151936, 4096, 132, True),  # 1187, 9 each
+        (2048, 128, 132, True),  # of one step
+    ],
+)
+def test_tiles_are_whole_where_they_share_out(rows: int, columns: int, num_sms: int, whole: bool):
+    steps = -(-columns // STEP_K)
+    assert has_whole_tiles(rows, steps, num_sms) == whole
+    shares = [steps_of_sm(rows, steps, sm, num_sms) for sm in range(num_sms)]
+    assert [step for own in shares for step in own] == list(range(-(-rows // PRODUCT_TILE) * steps))
+    if whole:
+        assert all(own.start % steps == own.stop % steps == 0 for own in shares)
 
 
 def test_a_report_names_products_and_the_rows_of_what_adds_them_up():
