@@ -270,8 +270,9 @@ def compute(
                 ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             elif ROWS > BATCH:
                 finish_task(
-                    words, memory, parts_of(memory.partials, num_sms, spec), factor, sm, num_sms,
-                    EPILOGUES, CHOICE, ROWS, spec.whole_slices, spec.wide_norms,
+                    words, memory, parts_of(memory.partials, num_sms, spec), factor,
+                    step + 1 == num_steps, sm, num_sms, EPILOGUES, CHOICE, ROWS, spec.whole_slices,
+                    spec.wide_norms,
                 )
             else:
                 if EXPERTS is not None:  # noqa: SIM102  a constant

@@ -596,10 +596,10 @@ def group_task(
 def finish_round(
     words, memory, peers, y, alarm, unit, num_units, squares, best, best_row, flag, chosen,
     EXPERTS: gl.constexpr, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr, RANKS: gl.constexpr,
-    ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr,
+    ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr, is_last=None,
 ):
     """What becomes of the products y, [4 units, 8 ROWS], of a round from `unit` on; what it finds
-    for all goes in and out.
+    for all goes in and out. is_last: whether logits are written, None: they are.
     """
     opcode = words[OPCODE]
     row, b, mine = round_rows(words, unit, ROWS)
@@ -630,7 +630,8 @@ def finish_round(
                     )
                     z = evaluate(field(EPILOGUES, i, "formula"), single(z) + given)
                     if field(EPILOGUES, i, "ranked"):
-                        gl.store(memory.logits + b * words[NUM_ROWS] + row, z, mask=mine)
+                        wanted = mine if is_last is None else mine & is_last
+                        gl.store(memory.logits + b * words[NUM_ROWS] + row, z, mask=wanted)
                         better = mine & (z > best)
                         if CHOICE != SAMPLED:
                             best = gl.where(better, z, best)
@@ -734,11 +735,12 @@ def sum_factor(
 
 @gluon.jit
 def finish_task(
-    words, memory, parts, factor, sm, num_sms, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr,
-    ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr,
+    words, memory, parts, factor, is_last, sm, num_sms, EPILOGUES: gl.constexpr,
+    CHOICE: gl.constexpr, ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr,
 ):
     """What becomes of this SM's rows of products of more than 16 rows, of which SMs have left parts
-    (products.py). factor: see sum_factor. words and what is written: as of linear_task.
+    (products.py). factor: see sum_factor. is_last: of the launch's steps; others leave no logits,
+    of which 64 sequences have 33 MB. words and what is written: as of linear_task.
     """
     WIDTH: gl.constexpr = UNIT_ROWS * ROWS
     opcode = words[OPCODE]
@@ -754,7 +756,7 @@ def finish_task(
         asked = ask_parts(words, parts, unit + ROUND_UNITS, num_sms, ROWS)
         squares, best, best_row = finish_round(
             words, memory, None, y, 0, unit, num_units, squares, best, best_row, 0, 0, None,
-            EPILOGUES, CHOICE, 1, ROWS, WHOLE_SLICES, WIDE,
+            EPILOGUES, CHOICE, 1, ROWS, WHOLE_SLICES, WIDE, is_last,
         )
     sm = keep(sm)  # as threads_here
     for i in gl.static_range(count(EPILOGUES)):
