@@ -264,7 +264,7 @@ class BatchDraft:
                 raise unfit(f"{op.name!r}, which takes {sorted(found)} rows together")
             self.rows |= dict.fromkeys(given_by(op), *(found or {self.batch}))
         fewer = {name for name, num in self.rows.items() if num != self.batch}
-        if fewer and (self.choice or self.num_ranks > 1 or self.attention):
+        if fewer and (self.choice or self.attention):
             raise unfit(f"{sorted(fewer)} of other rows than {self.batch}")
 
     def elements(self, name: str) -> int:

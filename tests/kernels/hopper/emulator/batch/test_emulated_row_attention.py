@@ -22,23 +22,28 @@ MOST_ERROR = 0.02
 """Of what is rounded to bf16 between ops."""
 
 
-def require_right(program: Program, seed: int, num_sms: int = 5, rows: int = BATCH) -> None:
-    """A call and another one at other positions; what each leaves is what torch has there."""
-    case = batch_case(program, num_sms=num_sms, most_rows=rows)
+def require_right(
+    program: Program, seed: int, num_sms: int = 5, rows: int = BATCH, tp: int = 1
+) -> None:
+    """A call and another one at other positions; what each leaves is what torch has there, on all
+    ranks.
+    """
+    case = batch_case(program, tp, num_sms, most_rows=rows)
     values = random_values(program, seed)
     first = {tensor.name: values[tensor.name] for tensor in program.with_role("input")}
     second = dict(first)
     if "positions" in first:
         at = first["positions"]
         second["positions"] = at + len(at) if program.with_role("state") else at.flip(0)
-    launches = [[BatchLaunch(inputs=inputs)] for inputs in (first, second)]
+    launches = [[BatchLaunch(inputs=inputs)] * tp for inputs in (first, second)]
     found = emulate_batch(arenas_of(case, values), launches, seed)
     exact = expected(program, values, [first, second])
     assert any(isinstance(one, BatchRows) for one in case.queues[0].queues[0])
-    for (one,), wanted in zip(found, exact, strict=True):
-        assert set(one.outputs) >= {*program.outputs} - {"logits", "next"}
-        for name, out in one.outputs.items():
-            assert error(out, wanted[name]) < MOST_ERROR
+    for ranks, wanted in zip(found, exact, strict=True):
+        for one in ranks:
+            assert set(one.outputs) >= {*program.outputs} - {"logits", "next"}
+            for name, out in one.outputs.items():
+                assert error(out, wanted[name]) < MOST_ERROR
 
 
 @pytest.mark.parametrize("name", SELF_ATTENTION)
@@ -73,6 +78,19 @@ def test_rows_see_one_cache(name):
 
 def test_many_rows_see_one_cache():
     require_right(prompt(20, layers=1, dim=16), seed=1, num_sms=9, rows=MAX_ROWS)
+
+
+RANKS = {
+    "rotated": lambda: attending_rows(5, turned="norm", sees="position", dim=32),
+    "other rows": lambda: crossing(3, 5),
+    "sequences": lambda: sequences(2, 5),
+    "one cache": lambda: prompt(4, layers=1),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_have_heads_each(name):
+    require_right(RANKS[name](), seed=3, num_sms=4, tp=2)
 
 
 def test_what_the_kernel_of_one_row_does_not_take_is_named():
