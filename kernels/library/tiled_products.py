@@ -41,6 +41,7 @@ LINE = tl.constexpr(64)
 @triton.jit
 def fetch_ahead(at, inside):
     """Asks for lines of memory to be in the L2, where `inside`."""
+    # a load would bring them further, and wait for them
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
         "=r,l,r", [at, inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
