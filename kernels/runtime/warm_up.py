@@ -56,7 +56,7 @@ def _load_torch(device: torch.device) -> None:
     """Lets cuBLAS begin, and torch load the kernel that looks up rows."""
     x = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
     torch.nn.functional.linear(x, x)
-    x.index_select(0, torch.zeros(1, dtype=torch.int64, device=device))
+    x.index_select(0, torch.zeros(len(x), dtype=torch.int64, device=device))  # few have another
 
 
 def _load_triton(keep: Keep) -> None:
