@@ -79,8 +79,8 @@ def multiply_tiles(x, w, w_start, bias, out, partials, counts, rows, columns, de
         start = w_start + position.to(tl.int64)[:, None] * (w_units * unit)
         near = (position < columns)[:, None]
         for step in tl.range(first, last):
-            columns = step * tile_depth + tl.arange(0, tile_depth // LINE)[None, :] * LINE
-            fetch_ahead(start + columns, near & (columns < depth))
+            terms = step * tile_depth + tl.arange(0, tile_depth // LINE)[None, :] * LINE
+            fetch_ahead(start + terms, near & (terms < depth))
         gdc_wait()
     acc = tl.zeros([tile_rows, tile_columns], tl.float32)
     if by_tma:
