@@ -39,12 +39,12 @@ def by_tiles(spec: RecordSpec):
 
 @triton.constexpr_function
 def tile_m(spec: RecordSpec):
-    return 16 if by_tiles(spec) else 4
+    return spec.widths[0] if by_tiles(spec) else 4
 
 
 @triton.constexpr_function
 def tile_n(spec: RecordSpec):
-    return 64 if by_tiles(spec) else 32
+    return spec.widths[1] if by_tiles(spec) else 32
 
 
 @triton.constexpr_function

@@ -41,6 +41,8 @@ BODIES: frozenset[type[Instruction]] = frozenset(
 )  # fmt: skip
 """Instructions that the kernel has a body for."""
 NO_WORK = (opcodes.Nop, opcodes.ExtraOperand)
+MOST_TILED = 64
+"""Rows and columns of a product that an SM makes together, at most."""
 IDLE = -1
 """The spec of a record that only waits and signals."""
 
@@ -60,7 +62,7 @@ class RecordSpec:
     operands: in the order of fields, None where there is none; extra: those of the ExtraOperands
     before. way: the name of what combines, normalises or scans, "" for others. formula: of a
     Pointwise. widths: powers of two at least as large as the rows that stay in registers as a
-    whole. others: bits of what an Attend takes.
+    whole; rows and columns of the tiles of a product. others: bits of what an Attend takes.
     """
 
     opcode: str
@@ -122,6 +124,8 @@ def spec_of(
             way = SCANS[number]
         case opcodes.Pointwise(expr=start):
             formula = unpack_expression(constants, start)
+        case opcodes.Linear(m=m, n=n) | opcodes.Contract(m=m, n=n):
+            widths = min(_padded(m), MOST_TILED), min(_padded(n), MOST_TILED)
         case opcodes.Attention(d=d, e=e):
             widths = _padded(d), _padded(e)
         case opcodes.Attend(d=d, e=e, others=others):
