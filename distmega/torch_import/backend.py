@@ -32,8 +32,8 @@ def compile_graph(
     rank), and annotations by patterns of parameter names.
 
     Each combination of input shapes is captured when it first comes, and again where parameters
-    have other values then. Inputs that lie in the same memory are left to torch where the graph
-    overwrites one. CaptureError for other options, a mesh without a process group, and gradients.
+    have other values then. Left to torch are graphs that overwrite a parameter, and calls with
+    inputs in the same memory of which the graph overwrites one. CaptureError for other options, a mesh without a process group, and gradients.
     """
     given = dict(options or {})
     if unknown := sorted({*given} - {*OPTIONS}):
@@ -80,7 +80,8 @@ class _Compiled:
             entry = _Entry(self._compile(args), _marks(args))
             self._entries[key] = entry
         tensors = [x for x in args if _comes_with_a_call(x)]
-        if entry.module.captured.graph.updated and overlap(tensors):
+        graph = entry.module.captured.graph
+        if graph.program.with_role("state") or (graph.updated and overlap(tensors)):
             found: tuple[Any, ...] = self._graph(*args)
             return found
         results: tuple[Any, ...] = entry.module(*tensors)

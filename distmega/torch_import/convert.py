@@ -72,6 +72,9 @@ COMPUTED = ("aten.add", "aten.sub", "aten.rsub", "aten.div", "aten.clamp", "aten
             "aten.clamp_max")  # fmt: skip
 """Operators besides expressions that may read numbers which the data decide."""
 
+OF_STATES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
+"""Results that are new values of what the module holds."""
+
 TENSOR_VALUES = (Handle, Constant, Spread)
 
 COMPUTING = ("aten.linear", "aten.matmul", "aten.softmax", "aten.scaled_dot_product_attention",
@@ -248,8 +251,8 @@ class _Converter:
         """A parameter or buffer: a weight, or a state where the module updates it; a buffer that no
         checkpoint holds is known.
         """
-        updated = {*self.exported.graph_signature.buffers_to_mutate.values()}
         signature = self.exported.graph_signature
+        updated = {each.target for each in signature.output_specs if each.kind in OF_STATES}
         fixed = spec.kind is InputKind.BUFFER and spec.target in signature.non_persistent_buffers
         held = {**self.exported.constants, **self.exported.state_dict}[spec.target]
         if fixed and spec.target not in updated and not held.is_meta:
@@ -584,7 +587,7 @@ class _Converter:
             if isinstance(value, Late):
                 outputs.append(value)
                 continue
-            if spec.kind is OutputKind.BUFFER_MUTATION:
+            if spec.kind in OF_STATES:
                 self.b.start(f"{_plain(spec.target)}.new", _results(node))
                 if spec.target in self.states:
                     value = value.held if isinstance(value, Foreign) else value

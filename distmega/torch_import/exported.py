@@ -57,12 +57,37 @@ def export_module(
             warnings.simplefilter("ignore")
             kinds = find_kinds(module, args, kwargs, layers) if layers else []
             with folded(module, kinds):
-                exported = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
-            functional: ExportedProgram = exported.run_decompositions(decompositions())
+                functional = _exported(module, args, kwargs)
             unfold(functional, kinds)
             return functional
     except Exception as error:  # torch.export raises errors of many kinds, the module any other
         raise _refused(module, error) from error
+
+
+def _exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExportedProgram:
+    """As torch.export traces it, by dynamo where it asks for a value that isn't there: that keeps
+    numbers of Python, as int(x.sum().item()), in the graph.
+    """
+
+    def export(strict: bool) -> ExportedProgram:
+        found = torch.export.export(module, tuple(args), dict(kwargs), strict=strict)
+        return found.run_decompositions(decompositions())
+
+    try:
+        return export(strict=False)
+    except Exception as error:  # of many classes, which torch keeps to itself
+        if not _asks_for_values(error):
+            raise
+        try:
+            return export(strict=True)
+        except Exception:  # as refused before
+            raise error from None
+
+
+def _asks_for_values(error: Exception) -> bool:
+    """Whether torch.export refused a module since it has shapes alone."""
+    kind = type(error).__name__
+    return "data-dependent" in str(error) or "DataDependent" in kind or "DynamicOutput" in kind
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

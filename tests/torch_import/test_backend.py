@@ -145,6 +145,24 @@ def test_inputs_in_the_same_memory_and_an_update_reach_each_other():
 
 
 @torch.no_grad()
+def test_a_parameter_that_the_graph_overwrites_is_overwritten():
+    class Decaying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.mul_(0.5)
+            return x * self.weight
+
+    model, own = Decaying(), Decaying()
+    compiled = torch.compile(model, backend=backend.compile_graph)
+    for _ in range(3):
+        assert_close(compiled(torch.ones(3)), own(torch.ones(3)))
+        assert_close(model.weight, own.weight)
+
+
+@torch.no_grad()
 def test_numbers_and_inputs_without_elements():
     def scaled(x: Tensor, n: int, s: float) -> tuple[Tensor, Tensor]:
         return x * n + s, x.sum() * s

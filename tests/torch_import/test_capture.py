@@ -59,6 +59,31 @@ def test_buffers_that_change_are_states():
         assert not torch.equal(start[name], getattr(module, name))
 
 
+class Decaying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.weight.mul_(0.5)
+        return self.scale(x)
+
+
+def test_parameters_that_change_are_states():
+    captured = check_module(Decaying().requires_grad_(False), (torch.ones(2, 3),))
+    assert [x.name for x in captured.program.with_role("state")] == ["scale.weight"]
+
+
+class Cutting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        n = int((x[:, 0] > 0).sum().item())
+        return x * n
+
+
+def test_a_number_that_python_asks_for():
+    check_module(Cutting(), (torch.ones(2, 3),), (-torch.ones(2, 3),), ranks=(1,))
+
+
 def test_an_input_that_the_module_overwrites_is_overwritten():
     class Adds(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
