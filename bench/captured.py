@@ -200,8 +200,8 @@ def captured_tensors(decoder: HfDecoder, program: Program, model: nn.Module) -> 
 def caches(decoder: HfDecoder, num: int) -> list[Tensor]:
     """Keys and values of layers in turn, [h, t, d]; keys are equal in all elements of a head."""
     found = []
-    for place, shape in enumerate(decoder.shapes):
-        width = shape.dim if place % 2 else 1
+    for shape in decoder.shapes:
+        width = shape.dim if shape.number % 2 else 1
         x = torch.randn(shape.num_heads, num, width, device="cuda", dtype=torch.bfloat16)
         found.append(0.3 * x.expand(-1, -1, shape.dim).contiguous())
     return found

@@ -436,7 +436,7 @@ class Engine:
             self._require_capacity(1, num_cached)
         last = self.decode_plan.max_context - 1
         positions = [min(num_cached, last) for num_cached in self._num_cached]
-        with self._in_step():
+        with self._in_step(), self._unchanged(num):
             outputs = self._decode.run(
                 {
                     "tokens": torch.tensor(
@@ -451,6 +451,16 @@ class Engine:
         self._grow(num, 1)
         self._num_decoded = num
         return {name: x for name, x in outputs.items() if name != PEAKS}
+
+    @contextmanager
+    def _unchanged(self, num: int) -> Iterator[None]:
+        """Leaves states that each token changes as they are in sequences behind the first `num`."""
+        names = self.decode_plan.config.recurrent_states
+        idle = [slot[name] for slot in self._slots[num:] for name in names if name in slot]
+        before = [x.clone() for x in idle]
+        yield
+        for x, old in zip(idle, before, strict=True):
+            x.copy_(old)
 
     def _grow(self, num: int, num_steps: int) -> None:
         """Notes num_steps more positions in the first `num` slots."""
@@ -567,7 +577,8 @@ class Engine:
         """The decode kernel, or library ops for a model or GPUs that it can't do."""
         host = self.decode_plan.host
         try:
-            runner = self._open_stepping(host.segments, options)
+            recurrent = self.decode_plan.config.recurrent_states  # no step may run ahead
+            runner = None if recurrent else self._open_stepping(host.segments, options)
         except (UnsupportedError, LaunchError) as error:
             if options.collectives == "kernel":
                 raise
@@ -585,7 +596,7 @@ class Engine:
         joined = self._joined_weights(host)
         self._persistent |= joined
         evaluator = self._evaluator(host, {}, masked=True)
-        if self.mesh.num_ranks > 1:
+        if self.mesh.num_ranks > 1 or self.decode_plan.config.recurrent_states:
             return evaluator
         given = {**self._persistent, **self._sample_inputs}
         self.stepping = steps = LibrarySteps(evaluator, given, self.batch)

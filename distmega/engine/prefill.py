@@ -88,7 +88,11 @@ class Prefills:
         self._device = device
         self._packs = num_micro_batches(decode_plan) == 1
         alone = decode_plan.staged.stage.num_stages == 1 and self._packs
-        self._captures = device.type == "cuda" and alone
+        recurrent = bool(decode_plan.config.recurrent_states)
+        # runs ahead of a capture would change states
+        self._captures = device.type == "cuda" and alone and not recurrent
+        self._budget = 1 if recurrent else decode_plan.options.max_batched_tokens
+        """Tokens of a pass, at most."""
         self._programs: dict[tuple[int, Logits, bool], _Program] = {}
         """By rows, logits, and whether sequences are long."""
         self._planned: dict[tuple[int, Logits], HostProgram] = {}
@@ -120,7 +124,7 @@ class Prefills:
         ended: list[tuple[list[int], Tensor, Tensor]] = []
         scores: list[Tensor] = []
         of_slots: dict[int, Tensor] = {}
-        for parts in pack_prompts(prompts, self._decode_plan.options.max_batched_tokens):
+        for parts in pack_prompts(prompts, self._budget):
             outputs = self._run_pass(parts, logits, tensors)
             tokens, peaks = (_to_host(outputs[name]) for name in ("next", PEAKS))
             ended.append(([part.slot for part in parts if part.ends], tokens, peaks))
@@ -153,9 +157,7 @@ class Prefills:
         options, last = self._decode_plan.options, parts[-1]
         num_tokens = sum(len(part.ids) for part in parts)
         capacity = num_tokens + self._decode_plan.max_context - last.stop
-        size = prefill_size(
-            self._decode_plan, num_tokens, min(capacity, options.max_batched_tokens)
-        )
+        size = prefill_size(self._decode_plan, num_tokens, min(capacity, self._budget))
         on_gpu = self._device.type == "cuda"
         is_long = on_gpu and keys_a_row(parts) >= LONG_KEYS
         program = self._program(size, logits, is_long=is_long)

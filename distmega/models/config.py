@@ -150,6 +150,11 @@ class ModelConfig:
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
+    def recurrent_states(self) -> tuple[str, ...]:
+        """None: keys and values are all that these keep."""
+        return ()
+
+    @property
     def group(self) -> int:
         """Query heads per kv head."""
         return self.num_heads // self.num_kv_heads

@@ -21,7 +21,8 @@ class OtherDecoder(Protocol):
     """A decoder that others build, as torch_import/huggingface/decoders.py does of classes
     of transformers.
 
-    group: query heads per kv head.
+    group: query heads per kv head. recurrent_states: states that each token changes, so that those
+    of a sequence come one by one, none twice.
     """
 
     @property
@@ -38,6 +39,9 @@ class OtherDecoder(Protocol):
 
     @property
     def group(self) -> int: ...
+
+    @property
+    def recurrent_states(self) -> tuple[str, ...]: ...
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...

@@ -33,7 +33,8 @@ def compile_graph(
 
     Each combination of input shapes is captured when it first comes, and again where parameters
     have other values then. Left to torch are graphs that overwrite a parameter, and calls with
-    inputs in the same memory of which the graph overwrites one. CaptureError for other options, a mesh without a process group, and gradients.
+    inputs in the same memory of which the graph overwrites one. CaptureError for other options, a
+    mesh without a process group, and gradients.
     """
     given = dict(options or {})
     if unknown := sorted({*given} - {*OPTIONS}):

@@ -71,7 +71,8 @@ def _exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     def export(strict: bool) -> ExportedProgram:
         found = torch.export.export(module, tuple(args), dict(kwargs), strict=strict)
-        return found.run_decompositions(decompositions())
+        functional: ExportedProgram = found.run_decompositions(decompositions())
+        return functional
 
     try:
         return export(strict=False)

@@ -54,6 +54,34 @@ def test_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path):
         assert [int(step[place]) for step in found] == expected[0, len(ids) :].tolist()
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["lfm2", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("mamba", "falcon_h1"))],
+)
+def test_sequences_of_a_model_with_states_go_on_apart(name: str, tmp_path: Path):
+    model = save_model(tmp_path, name)
+    texts = torch.randint(3, VOCAB, (2, 7)).tolist()
+    options = distmega.EngineOptions(max_context=16, batch=2)
+    source = distmega.open_model(tmp_path)
+    engine = distmega.open_engine(RANK, source, 1, options, logits="last")
+    for slot, ids in enumerate(texts):
+        engine.prefill(ids[:3], slot)
+    found: list[list[torch.Tensor]] = [[], []]
+    for step, num in enumerate([2, 1, 1, 2]):  # the second one waits for two steps
+        given = [texts[0][3 + step], texts[1][[3, 4, 4, 4][step]]][:num]
+        scores = engine.decode_step(given)["logits"]
+        for slot in range(num):
+            found[slot].append(scores[slot].clone())
+    with torch.no_grad():
+        expected = model(torch.tensor(texts)).logits
+    for slot, rows in enumerate(found):
+        torch.testing.assert_close(
+            torch.stack(rows), expected[slot, 3 : 3 + len(rows)], rtol=1e-4, atol=1e-4
+        )
+    scores = engine.logits(texts[1])
+    torch.testing.assert_close(scores, expected[1], rtol=1e-4, atol=1e-4)
+
+
 def test_a_plan_of_such_a_folder_is_explained(tmp_path: Path):
     save_model(tmp_path, "granite")
     mesh = distmega.DeviceMesh(tp=2)

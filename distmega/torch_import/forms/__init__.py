@@ -35,23 +35,32 @@ class Normal:
 
 
 def normalise(
-    program: Program, constants: dict[str, torch.Tensor], positions: str, num_positions: int
+    program: Program,
+    constants: dict[str, torch.Tensor],
+    positions: str,
+    num_positions: int,
+    *,
+    keep_weights: bool = False,
 ) -> Normal:
     """The same program in normal form. positions: the input that holds them, [m]; num_positions:
-    how many there are.
+    how many there are. keep_weights: without forms for which weights and caches are laid out anew,
+    where programs that share them may differ in these.
     """
     draft, known = Draft.of(program), dict(constants)
-    fold_weights(draft)
+    if not keep_weights:
+        fold_weights(draft)
     state_norms(draft, known)
-    orient_products(draft)
-    split_products(draft)
-    state_biases(draft, positions, num_positions, known)
-    state_rotations(draft, positions, num_positions, known)
+    if not keep_weights:
+        orient_products(draft)
+        split_products(draft)
+        state_biases(draft, positions, num_positions, known)
+        state_rotations(draft, positions, num_positions, known)
     drop_front(draft)
     flatten_views(draft)
     draft.prune()
     join_chains(draft)
-    drop_stream_factors(draft)
+    if not keep_weights:
+        drop_stream_factors(draft)
     choose_before(draft)
     draft.name_outputs()
     found = draft.finish()

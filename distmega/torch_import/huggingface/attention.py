@@ -7,6 +7,7 @@ causal, with a window or without, attention becomes the operator `attend_rows`, 
 under that mask. Used by decoders.py.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -125,11 +127,91 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._rows.max_context
 
 
-def rows_cache(rows: StepRows, num_layers: int, store: Callable[[int, Tensor], Tensor]) -> Cache:
-    """A cache of transformers for a step. store: appends to cache 2 * layer (keys) or 2 * layer + 1
-    (values), and gives it.
+_Recurrent: type = getattr(cache_utils, "LinearAttentionCacheLayerMixin", object)
+"""What layers of transformers' caches are that keep more than keys and values; older releases have
+none."""
+
+CONV, RECURRENT = "conv", "recurrent"
+"""What such layers keep: the last inputs of a convolution, and a state that each token changes."""
+
+
+class StatesLayer(RowsLayer, _Recurrent):  # type: ignore[misc]
+    """A layer that may keep states [b, ...] besides or in place of keys and values, as they were
+    before the step, and then as it leaves them.
     """
-    return Cache(layers=[RowsLayer(rows, store, layer) for layer in range(num_layers)])
+
+    record_past = False
+
+    def __init__(
+        self,
+        rows: StepRows,
+        store: Callable[[int, Tensor], Tensor],
+        layer: int,
+        before: Mapping[tuple[str, int], Tensor] | None,
+    ) -> None:
+        """before: by what they are and their number in the layer; None where nothing is known, as
+        if no token had come yet.
+        """
+        RowsLayer.__init__(self, rows, store, layer)
+        known = {} if before is None else before
+        first = {0: False} if before is None else {}
+        self.has_previous_state = defaultdict(bool, {**first, **{n: True for _, n in known}})
+        self.conv_states, self.recurrent_states = (
+            {n: x for (what, n), x in known.items() if what == each} for each in (CONV, RECURRENT)
+        )
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """New inputs [b, c, s] go in; with those before them they come back."""
+        before = self.conv_states.get(state_idx)
+        size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        if before is None:
+            missing = max(0, size - conv_states.shape[-1])
+            found = torch.nn.functional.pad(conv_states, (missing, 0))
+        else:
+            found = torch.cat([before, conv_states], dim=-1)
+        self.conv_states[state_idx] = found[..., -size:]
+        return found
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, **options: Any
+    ) -> Tensor:
+        """The state behind the rows goes in, and comes back."""
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+    @property
+    def states(self) -> dict[tuple[str, int], Tensor]:
+        """As `before`, as they are now."""
+        pairs = ((CONV, self.conv_states), (RECURRENT, self.recurrent_states))
+        return {(what, n): x for what, each in pairs for n, x in sorted(each.items())}
+
+
+Before = Mapping[int, Mapping[tuple[str, int], Tensor]]
+"""States before a step, by layer."""
+
+
+def rows_cache(
+    rows: StepRows,
+    num_layers: int,
+    store: Callable[[int, Tensor], Tensor],
+    before: Before | None = None,
+) -> Cache:
+    """A cache of transformers for a step. store: appends to cache 2 * layer (keys) or 2 * layer + 1
+    (values), and gives it. before: states of layers that keep others; None before any token.
+    """
+    layers = [
+        RowsLayer(rows, store, layer)
+        if before is not None and layer not in before
+        else StatesLayer(rows, store, layer, None if before is None else before[layer])
+        for layer in range(num_layers)
+    ]
+    return Cache(layers=layers)
 
 
 class _RowsOfTables(TorchFunctionMode):

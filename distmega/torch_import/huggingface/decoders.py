@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.cache_utils import Cache
 
 from distmega.errors import CaptureError, DistmegaError, RequestError
 from distmega.hostir.library.torch_types import torch_dtype
@@ -29,7 +30,13 @@ from distmega.program.types import Program
 from distmega.torch_import.convert import Graph, convert
 from distmega.torch_import.exported import export_module
 from distmega.torch_import.forms import Derived, Normal, normalise
-from distmega.torch_import.huggingface.attention import StepRows, capturing, rows_cache
+from distmega.torch_import.huggingface.attention import (
+    Before,
+    StatesLayer,
+    StepRows,
+    capturing,
+    rows_cache,
+)
 from distmega.torch_import.huggingface.masks import check_masks
 from distmega.torch_import.operators import custom_ops
 
@@ -85,17 +92,52 @@ def make_model(config: PretrainedConfig, dtype: str, attention: str) -> nn.Modul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """Heads and dim of one of the caches."""
+    """Heads and dim of one of the caches, and its number: twice the layer's for keys, one more for
+    values.
+    """
 
+    number: int
     num_heads: int
     dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """A state of a sequence that each of its tokens changes: what of which layer it is (see
+    attention.StatesLayer), its shape and type.
+    """
+
+    layer: int
+    what: str
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def buffer(self) -> str:
+        """Its name among its layer's."""
+        return f"{self.what}_{self.number}_state"
+
+    @property
+    def name(self) -> str:
+        """Of the state in programs."""
+        return f"layers.{self.layer}.{self.buffer}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What a class keeps of the tokens that it has seen."""
+
+    shapes: tuple[CacheShape, ...]
+    states: tuple[StateShape, ...]
 
 
 @dataclass(slots=True, eq=False)
 class HfDecoder:
     """A model of transformers that programs are built of.
 
-    shapes: of its caches, keys and values of each layer in turn. covered: whether all of its
+    shapes: of its caches, keys and values of each layer in turn. states: what else layers keep, so
+    that tokens come one by one. covered: whether all of its
     attention goes through transformers' registry, so that rows may be of any sequences. attention:
     the implementation that its class is asked for. group: query heads per kv head.
     """
@@ -105,6 +147,7 @@ class HfDecoder:
     max_positions: int
     num_layers: int
     shapes: tuple[CacheShape, ...]
+    states: tuple[StateShape, ...]
     covered: bool
     attention: str
     group: int
@@ -115,11 +158,25 @@ class HfDecoder:
     derived: dict[str, Derived] = field(default_factory=dict)
     opaque: dict[str, int] = field(default_factory=dict)
     _models: dict[str, nn.Module] = field(default_factory=dict)
+    _states: dict[str, tuple[StateShape, ...]] = field(default_factory=dict)
 
     @property
     def num_kv_heads(self) -> int:
-        """Of the cache that has the fewest."""
-        return min(shape.num_heads for shape in self.shapes)
+        """Of the cache that has the fewest; without caches any number of ranks has enough."""
+        return min((shape.num_heads for shape in self.shapes), default=_MOST_HEADS)
+
+    @property
+    def recurrent_states(self) -> tuple[str, ...]:
+        """Names of its states besides caches."""
+        return tuple(state.name for state in self.states)
+
+    def states_of(self, dtype: str) -> tuple[StateShape, ...]:
+        """Its states in programs of an element type."""
+        if not self.states or dtype == "f32":
+            return self.states
+        if dtype not in self._states:
+            self._states[dtype] = _look(self.model(dtype), self.num_layers)[0].states
+        return self._states[dtype]
 
     def model(self, dtype: str) -> nn.Module:
         """The model in an element type."""
@@ -156,7 +213,8 @@ class HfDecoder:
             inputs["sequences"] = torch.zeros(num_rows, dtype=torch.long)
             inputs["starts"] = torch.zeros(batch + 1, dtype=torch.long)
             inputs["last"] = torch.zeros(batch, dtype=torch.long)
-        exported = export_module(step, (), inputs, _layers(step, self.num_layers))
+        layers = [] if self.states else _layers(step, self.num_layers)
+        exported = export_module(step, (), inputs, layers)
         name = f"decoder_{num_tokens}" + (f"x{batch}" if batch > 1 else "")
 
         def choose(
@@ -174,7 +232,11 @@ class HfDecoder:
 
         graph = convert(exported, name, choose)
         check_masks(graph.program, graph.constants, max_context)
-        normal = normalise(graph.program, dict(graph.constants), "positions", max_context)
+        # rows one by one look unlike those of a step, which reads the same weights and caches
+        normal = normalise(
+            graph.program, dict(graph.constants), "positions", max_context,
+            keep_weights=bool(self.states),
+        )  # fmt: skip
         self._note(graph, normal)
         return normal.program
 
@@ -193,7 +255,7 @@ class HfDecoder:
 def open_decoder(config: PretrainedConfig, *, eos_ids: tuple[int, ...] = ()) -> HfDecoder:
     """The decoder of a configuration, after a look at what its class does with a cache.
 
-    CaptureError for a class that keeps no keys and values in a cache.
+    CaptureError for a class that keeps neither keys and values nor states in a cache.
     """
     text = config.get_text_config(decoder=True)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -212,7 +274,7 @@ def open_decoder(config: PretrainedConfig, *, eos_ids: tuple[int, ...] = ()) -> 
     for attention in ("sdpa", "eager"):
         try:
             model = make_model(config, "f32", attention)
-            shapes, covered = _look(model, text.num_hidden_layers)
+            kept, covered = _look(model, text.num_hidden_layers)
         except (DistmegaError, MemoryError):
             raise
         except Exception as error:  # the class may raise anything
@@ -226,23 +288,32 @@ def open_decoder(config: PretrainedConfig, *, eos_ids: tuple[int, ...] = ()) -> 
         vocab=text.vocab_size,
         max_positions=int(limit or _MOST_POSITIONS) - first_position(model),
         num_layers=text.num_hidden_layers,
-        shapes=shapes,
-        covered=covered,
+        shapes=kept.shapes,
+        states=kept.states,
+        covered=covered and not kept.states,
         attention=attention,
-        group=max(1, text.num_attention_heads // min(shape.num_heads for shape in shapes)),
+        group=_group(text, kept.shapes),
         eos_ids=eos_ids,
         _models={"f32": model},
     )
 
 
+def _group(config: PretrainedConfig, shapes: Sequence[CacheShape]) -> int:
+    """Query heads per kv head."""
+    if not shapes:
+        return 1
+    num_heads: int = config.num_attention_heads
+    return max(1, num_heads // min(shape.num_heads for shape in shapes))
+
+
 def _failed(config: PretrainedConfig, model: nn.Module | None, error: Exception) -> CaptureError:
-    """What to say of a class that fails with a cache of keys and values."""
+    """What to say of a class that fails with a cache of keys, values and states."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if model is not None and _runs_alone(model):
         return CaptureError(
             f"{config.model_type}: its layers keep more than keys and values ({reason})",
-            expected="a decoder whose layers keep keys and values alone",
-            remedy="use a model without recurrent, convolutional or indexed layers",
+            expected="a decoder whose layers keep keys, values and recurrent states",
+            remedy="use a model without a cache of its own and without indexed layers",
         )
     return CaptureError(
         f"{config.model_type}: its class fails on one token ({reason})",
@@ -277,39 +348,48 @@ def _last_rows(p: ProgramBuilder, x: Handle, num: int, name: str) -> Handle:
     return x if rows == num else p.slice(x, 0, rows - num, rows, name=name)
 
 
+_MOST_HEADS = 1 << 10
 _MOST_POSITIONS = 1 << 20
 """Of models that don't say how many positions they take, since they learn nothing about them."""
 
 
-def _look(model: nn.Module, num_layers: int) -> tuple[tuple[CacheShape, ...], bool]:
-    """Runs one token through the model without computing anything."""
+def _look(model: nn.Module, num_layers: int) -> tuple[Kept, bool]:
+    """Runs one token through the model without computing anything: what it keeps, and whether all
+    of its attention is over caches by way of transformers' registry.
+    """
     found: dict[int, CacheShape] = {}
 
     def store(number: int, x: Tensor) -> Tensor:
-        found[number] = CacheShape(num_heads=x.shape[1], dim=x.shape[2])
+        found[number] = CacheShape(number=number, num_heads=x.shape[1], dim=x.shape[2])
         return x.new_zeros(x.shape[1], 4, x.shape[2])
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         rows = StepRows(positions=torch.zeros(1, dtype=torch.long), max_context=4)
+        cache = rows_cache(rows, num_layers, store)
         with capturing(rows):
-            _forward(model, torch.zeros(1, 1, dtype=torch.long), rows, num_layers, store, None)
-    if sorted(found) != list(range(2 * num_layers)):
-        raise CaptureError(
-            f"{type(model).__name__}: {len(found) // 2} of {num_layers} layers have caches",
-            expected="a decoder whose layers all do",
-            remedy="use a model without recurrent or shared layers",
-        )
-    return tuple(found[number] for number in range(2 * num_layers)), (
-        rows.num_attended == rows.num_updates == num_layers
+            _forward(model, torch.zeros(1, 1, dtype=torch.long), rows, cache, None)
+    states = tuple(
+        StateShape(layer=layer, what=what, number=n, shape=tuple(x.shape[1:]), dtype=x.dtype)
+        for layer, mine in enumerate(cache.layers)
+        for (what, n), x in mine.states.items()
     )
+    keeping = {number // 2 for number in found} | {state.layer for state in states}
+    if len(keeping) != num_layers:
+        raise CaptureError(
+            f"{type(model).__name__}: {len(keeping)} of {num_layers} layers have caches",
+            expected="a decoder whose layers all do",
+            remedy="use a model whose layers keep what they saw in transformers' Cache",
+        )
+    shapes = tuple(found[number] for number in sorted(found))
+    covered = rows.num_attended == rows.num_updates == len(shapes) // 2
+    return Kept(shapes=shapes, states=states), covered
 
 
 def _forward(
     model: nn.Module,
     ids: Tensor,
     rows: StepRows,
-    num_layers: int,
-    store: Callable[[int, Tensor], Tensor],
+    cache: Cache,
     last: Tensor | None,
 ) -> Tensor:
     """Logits [b, s, v] of the model; of rows `last` alone where it can tell."""
@@ -323,8 +403,8 @@ def _forward(
         options["cache_position"] = rows.positions
     if last is not None and "logits_to_keep" in takes and rows.flat:
         options["logits_to_keep"] = last
-    cache = rows_cache(rows, num_layers, store)
-    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits
+    options["past_key_values" if "past_key_values" in takes else "cache_params"] = cache
+    logits: Tensor = model(input_ids=ids, use_cache=True, **options).logits
     return logits
 
 
@@ -362,12 +442,15 @@ class _DecodeStep(nn.Module):
         self._prompt, self._logits = prompt, logits
         self.layers = nn.ModuleList(nn.Module() for _ in range(decoder.num_layers))
         front = (batch,) if batch > 1 else ()
-        for number, shape in enumerate(decoder.shapes):
+        self._states = decoder.states_of(dtype)
+        # empty: only shapes count, and nobody touches the memory
+        for shape in decoder.shapes:
             whole = (*front, shape.num_heads, max_context, shape.dim)
-            layer = self.layers[number // 2]
-            # empty: only its shape counts, and nobody touches its memory
             cache = torch.empty(whole, dtype=torch_dtype(dtype))
-            layer.register_buffer("kv"[number % 2] + "_cache", cache)
+            self.layers[shape.number // 2].register_buffer(_cache_buffer(shape.number), cache)
+        for state in self._states:
+            kept = torch.empty((*front, *state.shape), dtype=state.dtype)
+            self.layers[state.layer].register_buffer(state.buffer, kept)
 
     def forward(
         self,
@@ -377,6 +460,49 @@ class _DecodeStep(nn.Module):
         starts: Tensor | None = None,
         last: Tensor | None = None,
     ) -> Tensor:
+        wanted = None if self._logits == "all" else last
+        if self._states:
+            logits = self._in_order(tokens, positions, sequences)
+        else:
+            logits = self._run(tokens, positions, sequences, starts, wanted)
+        if wanted is not None and logits.shape[0] != wanted.shape[0]:
+            kept: Tensor = logits.index_select(0, wanted)
+            return kept
+        some = self._logits != "all" and not self._prompt
+        rows_given: Tensor = logits[-self._batch :] if some else logits
+        return rows_given
+
+    def _in_order(self, tokens: Tensor, positions: Tensor, sequences: Tensor | None) -> Tensor:
+        """Logits of all rows: those of a decode step of all sequences together, others one by one,
+        for each changes the states that the next one of its sequence finds.
+        """
+        if not self._prompt and tokens.shape[0] == self._batch:
+            return self._run(tokens, positions, None, None, None)
+        if not self._prompt and self._batch > 1:
+            raise CaptureError(
+                f"{tokens.shape[0] // self._batch} tokens a sequence in a step of several",
+                expected="one token a sequence, of a decoder whose layers keep states",
+                remedy="give the tokens of each sequence one by one",
+            )
+        found = []
+        for row in range(tokens.shape[0]):
+            token, position = tokens[row : row + 1], positions[row : row + 1]
+            sequence, starts = None, None
+            if sequences is not None:
+                sequence = sequences[row : row + 1]
+                starts = (torch.arange(self._batch + 1) > sequence).long()
+            found.append(self._run(token, position, sequence, starts, None))
+        return torch.cat(found)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        sequences: Tensor | None,
+        starts: Tensor | None,
+        last: Tensor | None,
+    ) -> Tensor:
+        """Logits of rows that the model sees together."""
         several = self._batch > 1
         rows = StepRows(
             positions=positions,
@@ -395,20 +521,48 @@ class _DecodeStep(nn.Module):
             buffer.copy_(new)
             return new
 
-        wanted = None if self._logits == "all" else last
+        of = rows.sequences
+        cache = rows_cache(rows, self._decoder.num_layers, store, self._before(positions, of))
         with capturing(rows):
-            ids = tokens.reshape(rows.shape)
-            num_layers = self._decoder.num_layers
-            logits = _forward(self.model, ids, rows, num_layers, store, wanted)
-        logits = logits.reshape(-1, logits.shape[-1])
-        if wanted is not None and logits.shape[0] != wanted.shape[0]:
-            kept: Tensor = logits.index_select(0, wanted)
-            return kept
-        some = self._logits != "all" and not self._prompt
-        rows_given: Tensor = logits[-self._batch :] if some else logits
-        return rows_given
+            logits = _forward(self.model, tokens.reshape(rows.shape), rows, cache, last)
+        for number, layer in enumerate(cache.layers):
+            if isinstance(layer, StatesLayer):
+                self._leave(number, layer, of)
+        return logits.reshape(-1, logits.shape[-1])
+
+    def _before(self, positions: Tensor, sequences: Tensor | None) -> Before:
+        """The states of each row's sequence; those of one that begins are zero."""
+        found: dict[int, dict[tuple[str, int], Tensor]] = {}
+        for state in self._states:
+            held = self._held(state)
+            mine = held if sequences is None else held.index_select(0, sequences)
+            begins = (positions == 0).reshape(-1, *[1] * len(state.shape))
+            one = torch.where(begins, torch.zeros((), dtype=mine.dtype), mine)
+            found.setdefault(state.layer, {})[state.what, state.number] = one
+        return found
+
+    def _leave(self, number: int, layer: StatesLayer, sequences: Tensor | None) -> None:
+        """Keeps a layer's states for the tokens behind these."""
+        states = layer.states
+        for state in self._states:
+            if state.layer != number:
+                continue
+            held, new = self._held(state), states[state.what, state.number].to(state.dtype)
+            if sequences is not None:
+                slots = torch.arange(self._batch).reshape(-1, *[1] * len(state.shape))
+                new = torch.where(slots == sequences, new, held)
+            held.copy_(new)
+
+    def _held(self, state: StateShape) -> Tensor:
+        """A state of all sequences, [b, ...]."""
+        held = self.get_buffer(state.name)
+        return held if self._batch > 1 else held.unsqueeze(0)
 
 
 def cache_name(number: int) -> str:
     """The state of a layer's keys or values."""
-    return f"layers.{number // 2}.{'kv'[number % 2]}_cache"
+    return f"layers.{number // 2}.{_cache_buffer(number)}"
+
+
+def _cache_buffer(number: int) -> str:
+    return "kv"[number % 2] + "_cache"

@@ -9,6 +9,7 @@ from distmega.program.builder import Handle
 from distmega.torch_import.operators.build import Build
 from distmega.torch_import.operators.table import rule
 from distmega.torch_import.operators.values import Constant, Spread, TensorValue, Value
+from distmega.torch_import.operators.views import constant_pad_nd
 
 
 @rule("mm", "bmm", "matmul")
@@ -95,6 +96,26 @@ def dot(b: Build, self: TensorValue, tensor: Value = None, vec: Value = None) ->
     return _product(b, self, other)
 
 
+MAX_TAPS = 8
+"""Taps up to which a convolution of single channels is one expression."""
+
+
+def _by_taps(
+    b: Build, x: TensorValue, weight: TensorValue, bias: TensorValue | None, dilation: int
+) -> Value:
+    """x [b, c, l] shifted by each tap, times its weight [c, 1]."""
+    channels, length = x.shape[1], b.shape[2]
+    operands: list[TensorValue] = []
+    for tap in range(weight.shape[2]):
+        operands.append(b.slice(x, 2, tap * dilation, tap * dilation + length))
+        operands.append(b.reshape(b.slice(weight, 2, tap, tap + 1), (channels, 1)))
+    text = " + ".join(f"{{{2 * tap}}} * {{{2 * tap + 1}}}" for tap in range(weight.shape[2]))
+    if bias is not None:
+        text += f" + {{{len(operands)}}}"
+        operands.append(b.reshape(bias, (channels, 1)))
+    return b.pointwise(text, *operands)
+
+
 @rule("convolution")
 def convolution(
     b: Build,
@@ -108,8 +129,14 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Value:
-    """A product, where the windows neither overlap nor leave gaps; otherwise it stays opaque."""
+    """A product, where the windows neither overlap nor leave gaps; a sum of a few, where each
+    channel has its own and there is one dim; otherwise it stays opaque.
+    """
     window, sizes = weight.shape[2:], input.shape[2:]
+    own = groups == input.shape[1] == weight.shape[0]
+    if own and len(window) == 1 and window[0] <= MAX_TAPS and set(stride) == {1} and not transposed:
+        x = constant_pad_nd(b, input, (padding[0], padding[0]))
+        return _by_taps(b, x, weight, bias, dilation[0])
     steps = tuple(stride) * (len(window) if len(stride) == 1 else 1)
     apart = steps == window and all(
         size % step == 0 for size, step in zip(sizes, steps, strict=True)

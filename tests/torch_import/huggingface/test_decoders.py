@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
-    JambaConfig,
+    DeepseekV32Config,
     PretrainedConfig,
     ViTConfig,
 )
@@ -32,6 +32,7 @@ from distmega.torch_import.huggingface.decoders import HfDecoder, make_model, op
 from tests.hostir.threads import ThreadCommunicator, Wires
 from tests.torch_import.families import FAMILIES, VOCAB
 from tests.torch_import.more_families import MORE_FAMILIES
+from tests.torch_import.recurrent_families import RECURRENT
 
 CONTEXT, TOLERANCE = 24, 1e-4
 
@@ -138,7 +139,7 @@ def check_one_sequence(config: PretrainedConfig, num_ranks: Sequence[int] = (1, 
 
 
 def family_config(name: str, seed: int = 0) -> PretrainedConfig:
-    every = {**FAMILIES, **MORE_FAMILIES}
+    every = {**FAMILIES, **MORE_FAMILIES, **RECURRENT}
     return every[name](random.Random(zlib.crc32(name.encode()) + seed))
 
 
@@ -165,6 +166,14 @@ def test_every_family_with_several_configurations(name: str, seed: int):
 @pytest.mark.parametrize("name", MORE_FAMILIES)
 def test_families_that_the_capture_was_not_written_with(name: str):
     assert not check_one_sequence(family_config(name)).opaque
+
+
+@pytest.mark.nightly  # test_folders.py runs one of them
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_that_each_token_changes(name: str):
+    decoder = check_one_sequence(family_config(name))
+    assert not decoder.opaque
+    assert decoder.recurrent_states
 
 
 @pytest.mark.parametrize(
@@ -249,12 +258,14 @@ def test_a_mask_of_an_encoder_that_is_not_there_is_no_fault():
 
 
 def test_a_decoder_that_keeps_other_states_says_so():
-    config = JambaConfig(
+    config = DeepseekV32Config(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=40, num_experts=2, attn_layer_period=2,
-        attn_layer_offset=1, mamba_dt_rank=4, use_mamba_kernels=False,
+        intermediate_size=48, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=16, first_k_dense_replace=1, n_group=1, topk_group=1,
+        index_n_heads=2, index_head_dim=16, index_topk=8,
     )  # fmt: skip
-    with pytest.raises(CaptureError, match="jamba: its layers keep more than keys and values"):
+    with pytest.raises(CaptureError, match="deepseek_v32: its layers keep more than keys and"):
         open_decoder(config)
 
 

@@ -149,3 +149,13 @@ def test_what_has_no_rule_is_run_by_torch():
 def test_small_shapes(shape: tuple[int, ...]):
     functions = [lambda x: (x + 1, x.sum(), x.unsqueeze(0), x.mean() * x, x.reshape(-1))]
     assert not opaque_of(*functions, args=(torch.randn(shape),))
+
+
+def test_convolutions_of_single_channels_are_expressions():
+    w, bias = torch.randn(4, 1, 3), torch.randn(4)
+    functions = [
+        lambda x: F.conv1d(x, w, bias, groups=4),
+        lambda x: F.conv1d(x, w, None, padding=2, dilation=2, groups=4),
+        lambda x: F.conv1d(x, w, bias, padding="same", groups=4)[..., -1:],
+    ]
+    assert not opaque_of(*functions, args=(X,))
