@@ -29,11 +29,17 @@ LEAST_ROWS = 16
 MOST_ROWS = 64
 MOST_DIM = 256
 NUM_KEYS = 64
-"""Positions multiplied at a time."""
+"""Positions multiplied at a time; half as many of wide heads where an SM has several programs."""
+WIDE_DIM = 128
+"""Of such a head, at least: its keys and values leave an SM room for two programs else."""
 LEAST_KEYS = 256
 """Positions for which it pays to have a part of their own."""
+LEAST_KEYS_FILLED = 4096
+"""Likewise, where heads alone fill the SMs: sums of parts would cost more than an even share."""
 PROGRAMS_A_SM = 4
 """Programs that keep an SM's loads under way."""
+FILLED = 0.48
+"""What heads are of so many programs where they fill the SMs."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -157,12 +163,13 @@ def attend_each(
         maxima = torch.empty(lines, dtype=torch.float32, device=q.device)
         sums = torch.empty(lines, dtype=torch.float32, device=q.device)
     padded = max(LEAST_ROWS, triton.next_power_of_2(dim))
+    num_keys = _num_keys(dim, sequences * kv_heads * num_parts, _num_programs(q))
     launch(
         attend_part, (kv_heads, sequences, num_parts),
         q, k_cache, v_cache, parts, maxima, sums, positions, *q.stride()[:3], context,
         scale * LOG2_E, window, num_parts, group=group,
         rows=max(LEAST_ROWS, triton.next_power_of_2(group)), dim=dim, padded=padded,
-        windowed=window > 0, alone=alone, num_keys=NUM_KEYS, num_warps=4, num_stages=3,
+        windowed=window > 0, alone=alone, num_keys=num_keys, num_warps=4, num_stages=3,
     )  # fmt: skip
     if not alone:
         launch(
@@ -182,8 +189,15 @@ def attend_each(
 
 def _num_parts(num_heads: int, seen: int, num_programs: int) -> int:
     """Parts of the positions that each of num_heads kv heads of all sequences may see."""
-    most = max(1, seen // LEAST_KEYS)
+    least = LEAST_KEYS_FILLED if num_heads >= FILLED * num_programs else LEAST_KEYS
+    most = max(1, seen // least)
     return min(most, -(-num_programs // num_heads))
+
+
+def _num_keys(dim: int, num: int, num_programs: int) -> int:
+    """Positions at a time of `num` programs."""
+    several = num > num_programs // 2
+    return NUM_KEYS // 2 if dim >= WIDE_DIM and several else NUM_KEYS
 
 
 def _num_programs(q: Tensor) -> int:
