@@ -461,8 +461,10 @@ class _Rehearsal(_Compiler):
             case LibraryOp(op=op):
                 return self.library_op(node) if op.is_view else self.rehearsed(op)
             case FusedMatmul():
-                return self.allocating(node.writes)
-            case Allocate() | Deallocate() | SliceView():
+                return self.allocating([out for out in node.writes if out not in self.shared])
+            case Allocate(buffer=name):
+                return self.allocating([name]) if name in self.filled | self.shared else None
+            case Deallocate() | SliceView():
                 return self.storage(node)
             case ForLoop(index=name, body=body):
                 return self.loop(name, 1, self.block(body, index + 1))
@@ -470,14 +472,22 @@ class _Rehearsal(_Compiler):
                 return None
 
     def allocating(self, names: Sequence[str]) -> Step:
-        """Memory for results that have none yet."""
-        new = [self.buffers[name] for name in names if name not in self.shared]
-        return lambda f: f.tensors.update({b.name: empty_tensor(b, self.device) for b in new})
+        """New memory for buffers; whole numbers are zeros, for some are places."""
+        new = [self.buffers[name] for name in names]
+
+        def allocate(f: Frame) -> None:
+            for buffer in new:
+                f.tensors[buffer.name] = made = empty_tensor(buffer, self.device)
+                if not made.is_floating_point():
+                    made.zero_()
+
+        return allocate
 
     def rehearsed(self, op: program.Op) -> Step:
         """Calls an op's kernels unless they were called with such operands before."""
         function, names = self.ops.by_kernel(op, self.coordinate), op_operands(op)
-        allocate = self.allocating([] if kind_of(op).inplace else [a.tensor for a in op.writes])
+        outs = [] if kind_of(op).inplace else [access.tensor for access in op.writes]
+        allocate = self.allocating([out for out in outs if out not in self.shared])
 
         def rehearse(f: Frame) -> None:
             if function is not None:

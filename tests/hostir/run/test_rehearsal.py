@@ -1,5 +1,6 @@
 """A rehearsal calls kernels as a run does, once for each kind, and computes nothing."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -17,6 +18,7 @@ from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import H200
 from distmega.models.config import ModelConfig
 from distmega.program.types import Op
+from distmega.program.types import Tensor as Buffer
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.superopt.rules import shipped_rules
 
@@ -68,8 +70,16 @@ def tensors_of(host: HostProgram) -> dict[str, Tensor]:
     return given
 
 
+def memory_of_others(buffer: Buffer, device: torch.device) -> Tensor:
+    """New memory as it may be: with numbers that are none, and places far away."""
+    made = empty_tensor(buffer, device)
+    return made.fill_(math.nan if made.is_floating_point() else 2**30)
+
+
 @pytest.mark.parametrize(("config", "batch"), [(DENSE, 1), (DENSE, 3), (EXPERTS, 1)])
-def test_kernels_see_what_a_run_gives_them(config: ModelConfig, batch: int):
+def test_kernels_see_what_a_run_gives_them(
+    config: ModelConfig, batch: int, monkeypatch: pytest.MonkeyPatch
+):
     host = prompt_program(config, batch)
     tensors = tensors_of(host)
     before = {name: x.clone() for name, x in tensors.items()}
@@ -78,7 +88,9 @@ def test_kernels_see_what_a_run_gives_them(config: ModelConfig, batch: int):
         ops = Watched()
         evaluator = Evaluator(host, SingleCommunicator(ALONE), {}, ops=ops)
         if rehearses:
-            evaluator.rehearse(tensors)
+            with monkeypatch.context() as patched:
+                patched.setattr("distmega.hostir.run.evaluator.empty_tensor", memory_of_others)
+                evaluator.rehearse(tensors)
             weights = {b.name for b in host.buffers if b.role == "weight"}
             assert all(torch.equal(tensors[name], before[name]) for name in weights)
         else:
