@@ -177,11 +177,13 @@ def some_keys(at, length, key0, stop, column0, D: gl.constexpr):
 
 
 @gluon.jit
-def some_values(at, length, key0, stop, column0, D: gl.constexpr):
-    """[64 keys, 64 columns] likewise."""
+def some_values(at, length, key0, start, stop, column0, D: gl.constexpr):
+    """[64 keys, 64 columns] likewise; zeros before `start`, since what no row sees may be no
+    number.
+    """
     key = key0 + gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, RIGHT)), 1)
     column = column0 + gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, RIGHT)), 0)
-    mine = (key < stop) & (column < D)
+    mine = (key >= start) & (key < stop) & (column < D)
     x = gl.load(at + key * length + column, mask=mine, other=0.0, cache_modifier=".cg")
     return x.to(gl.bfloat16)
 
@@ -278,7 +280,7 @@ def rows_task(
             p = gl.convert_layout(p.to(gl.bfloat16), LEFT)
             found = ()
             for h in gl.static_range(HALVES):
-                v = some_values(v_at, v_step, key0, stop, h * WIDTH, D)
+                v = some_values(v_at, v_step, key0, start, stop, h * WIDTH, D)
                 found += single(mma_v2(p, v, outputs[h] * gl.expand_dims(alpha, 1)))
             outputs = found
         # a row that sees nothing is zero
