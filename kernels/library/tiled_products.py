@@ -205,12 +205,16 @@ class TiledProduct:
         return out
 
     def _zeros(self, num: int, device: torch.device) -> Tensor:
-        """A count for each tile on the current stream, which launches leave as they find it."""
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        """A count for each tile on the current stream, which launches leave as they find it. What
+        a graph's capture makes is zero only once the graph runs: it is the graph's alone.
+        """
+        on_gpu = device.type == "cuda"
+        stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
         found = self._counts.get((stream, num))
         if found is None:
             found = torch.zeros(num, dtype=torch.int32, device=device)
-            self._counts[stream, num] = found
+            if not (on_gpu and torch.cuda.is_current_stream_capturing()):
+                self._counts[stream, num] = found
         return found
 
 
