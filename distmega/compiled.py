@@ -6,6 +6,7 @@ matmuls with a collective beside them; there the whole host program replays as o
 hostir/lower/lower.py, then hostir/run/cuda_graph.py.
 """
 
+import hashlib
 import logging
 import socket
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distmega.engine.agreement import on_all_ranks
+from distmega.engine.agreement import on_all_ranks, require_equal
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import HangError, ProgramError, RankFailure, UnsupportedError
@@ -24,6 +25,7 @@ from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import HostProgram, LaunchMegakernel, LibraryOp, walk_nodes
+from distmega.hostir.ir.text import print_host
 from distmega.hostir.library.torch_types import check_mapping, describe, empty_tensor, fits
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
@@ -139,6 +141,8 @@ class CompiledProgram:
             )
         )
         prove_once(self.host)
+        if plan.mesh.num_ranks > 1 and (peers or self._whole):
+            require_equal(comm, f"program {plan.program.name!r}", self._fingerprints())
         kernel = open_whole(self._whole, comm, self.device) if self._whole else None
         self._kernel = kernel
         states = {tensor.name for tensor in local.program.with_role("state")}
@@ -233,6 +237,12 @@ class CompiledProgram:
         self._unbound = self._unbound.difference(held)
         if self._states <= held.keys():
             self._guard.fault = ""
+
+    def _fingerprints(self) -> list[str]:
+        """Hashes of all that the ranks must have decided alike."""
+        host = hashlib.sha256(print_host(self.host).encode()).hexdigest()[:16]
+        kernel = self._whole.fingerprint() if self._whole else ""
+        return [self.plan.fingerprint(), host, kernel]
 
     def _hold(self, name: str, x: Tensor) -> Tensor:
         """Where a tensor is from now on: in the kernel's memory, if it has it there."""

@@ -7,6 +7,7 @@ interpreter (cpu/runner.py), whose records a GPU runs where its kernels refuse a
 launch is asked for (records/runner.py). Used by distmega/compiled.py.
 """
 
+import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -79,6 +80,16 @@ class WholePlan:
         if self.queues:
             return sum(map(len, self.queues.queues))
         return self.kernel.schedule.graph.num_tasks if self.kernel else 0
+
+    def fingerprint(self) -> str:
+        """Stable hash of what is equal on all ranks that run the launch together."""
+        if self.kernel:
+            return self.kernel.fingerprint()
+        assert self.queues is not None
+        queues = self.queues
+        instructions = [[one.name for one in queue] for queue in queues.queues]
+        text = f"{queues.num_ranks} {queues.matrices} {queues.epilogues} {queues.buffers}"
+        return hashlib.sha256(f"{text} {instructions}".encode()).hexdigest()[:16]
 
     @property
     def num_events(self) -> int:

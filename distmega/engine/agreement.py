@@ -52,6 +52,22 @@ def on_all_ranks(comm: Communicator, make: Callable[[], T] | None) -> T | None:
     return made if all(has_made for has_made, _ in answers) else None
 
 
+def require_equal(comm: Communicator, what: str, mine: Sequence[str]) -> None:
+    """All ranks must have found the same texts; LaunchError, everywhere, that names those who did
+    not. what: that they are of.
+    """
+    found = zip(comm.mesh.ranks, comm.all_gather_object([*mine]), strict=True)
+    (first, theirs), *others = found
+    differing = [rank for rank, texts in others if texts != theirs]
+    if differing:
+        raise LaunchError(
+            f"ranks {differing} compiled {what} otherwise than rank {first}",
+            expected="the same plan, host program and kernels on every rank",
+            remedy="run the same version of distmega, with the same program, rules and measured "
+            "times, on every rank",
+        )
+
+
 def require_agreement(comm: Communicator, plan: StagePlan, fingerprints: list[str]) -> None:
     """All ranks must have cut the program at the same places, those of a stage have planned the
     same.

@@ -12,6 +12,7 @@ products.py.
 import triton
 from triton import language as tl
 
+from distmega.kernels.isa.opcodes import SCANS
 from distmega.kernels.records.points import combined, coordinate
 from distmega.kernels.records.specs import RecordSpec
 from distmega.kernels.records.words import (
@@ -30,6 +31,8 @@ COLUMNS: tl.constexpr = tl.constexpr(1024)
 POINTS: tl.constexpr = tl.constexpr(64)
 """Results of a reduction that it makes together, and elements of each that it has at a time."""
 DEPTH: tl.constexpr = tl.constexpr(16)
+OF_PRODUCTS = SCANS[1]
+"""The scan that multiplies."""
 NO_INDEX: tl.constexpr = tl.constexpr(2**62)
 
 
@@ -46,7 +49,7 @@ def start_of(way, dtype):
 
 @triton.constexpr_function
 def is_scan_of_products(spec: RecordSpec):
-    return spec.way == "cumprod"
+    return spec.way == OF_PRODUCTS
 
 
 @triton.jit

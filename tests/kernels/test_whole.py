@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from distmega.compiled import CompiledProgram, compile_plan
+from distmega.engine.agreement import require_equal
 from distmega.engine.ranks.context import RankContext
-from distmega.errors import ProgramError, RankFailure, UnsupportedError
+from distmega.errors import LaunchError, ProgramError, RankFailure, UnsupportedError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels import runners, whole
 from distmega.kernels.machines import CPU, H200
@@ -195,3 +196,26 @@ def test_what_no_kernel_does_is_named():
         compiled(program, megakernel=True)
     step = compiled(program, megakernel=False)
     assert "no megakernel: megakernel=False" in step.explain()
+
+
+def test_ranks_that_compile_otherwise_are_named_before_a_launch():
+    mesh = DeviceMesh(tp=3)
+
+    def told(*theirs: str) -> SimpleNamespace:
+        return SimpleNamespace(mesh=mesh, all_gather_object=lambda mine: [[one] for one in theirs])
+
+    require_equal(told("a", "a", "a"), "program 'p'", ["a"])
+    with pytest.raises(
+        LaunchError, match=r"ranks \[2\] compiled program 'p' otherwise than rank 0"
+    ):
+        require_equal(told("a", "a", "b"), "program 'p'", ["a"])
+
+
+def test_kernels_of_equal_programs_have_equal_fingerprints():
+    found = []
+    for formula, rows in (("a0 * a1", 3), ("a0 * a1", 3), ("a0 + a1", 3), ("a0 * a1", 4)):
+        local = localize(plan_program(gated(formula, rows), MESH, CPU))
+        plan = whole.plan_whole(local, SingleCommunicator(MESH), torch.device("cpu"))
+        found.append(plan.fingerprint())
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
