@@ -122,8 +122,8 @@ def _write(path: Path, key: str, value: object) -> None:
             Path(part).unlink()
             raise
         _remove_oldest(path.parent)
-    except OSError as error:
-        _log.debug("%s can't be written: %s", path, error)
+    except (OSError, pickle.PicklingError, TypeError, AttributeError) as error:
+        _log.debug("%s can't be written: %s", path, error)  # or the value has no pickle
 
 
 def _remove_oldest(folder: Path) -> None:

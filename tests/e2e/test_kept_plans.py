@@ -191,3 +191,11 @@ def test_nothing_is_written_until_there_is_time(tmp_path: Path):
     for _ in range(2):
         kept.write()
     assert len([*tmp_path.iterdir()]) == 1
+
+
+def test_a_value_that_cannot_be_written_is_made_each_time(tmp_path: Path):
+    made = Made(lambda: None)
+    for _ in range(2):
+        assert process(CONFIG, folder=tmp_path)("plan", (), made) is made.value
+    assert made.num == 2
+    assert not [*tmp_path.iterdir()]
