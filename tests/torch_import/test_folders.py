@@ -56,7 +56,13 @@ def test_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path):
 
 @pytest.mark.parametrize(
     "name",
-    ["lfm2", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("mamba", "falcon_h1"))],
+    [
+        "lfm2",
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in ("mamba", "falcon_h1", "jamba")
+        ),
+    ],
 )
 def test_sequences_of_a_model_with_states_go_on_apart(name: str, tmp_path: Path):
     model = save_model(tmp_path, name)
@@ -116,6 +122,20 @@ def test_the_commands_take_such_folders(num_ranks: int, tmp_path: Path, capsys):
     explained = capsys.readouterr().out
     assert "(3 layers) on tp=2" in explained
     assert "self_attn.q_proj" in explained
+
+
+@pytest.mark.parametrize("name", ["jamba"])
+def test_matrices_of_experts_that_lie_apart_are_put_together(name: str, tmp_path: Path):
+    model = save_model(tmp_path, name)
+    source = distmega.open_model(tmp_path)
+    stored = source.readers.stored
+    fused = {
+        n: x for n, x in model.state_dict().items() if n.endswith(("gate_up_proj", "down_proj"))
+    }
+    assert fused
+    for each, expected in fused.items():
+        found = torch.from_numpy(stored[f"{each}"].read((slice(1, 2), slice(3, 40), slice(5, 20))))
+        torch.testing.assert_close(found, expected[1:2, 3:40, 5:20])
 
 
 def test_code_of_a_folder_is_never_run(tmp_path: Path):

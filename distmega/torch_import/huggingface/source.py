@@ -6,7 +6,7 @@ brings along is never run. Called by sources/locate.py and sources/load.py where
 not cover the model; next on the walk: decoders.py.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,49 @@ class _Derived:
         return self.derived.read(self.reader, slices)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Experts:
+    """A matrix an expert [e, n, k], of files that hold each expert's parts of n apart."""
+
+    experts: tuple[tuple[_Stored, ...], ...]
+    shape: tuple[int, ...]
+
+    def read(self, slices: Slices = ()) -> NDArray[Any]:
+        """The part that `slices` select."""
+        wanted, rows, columns = (*slices, *[slice(None)] * (3 - len(slices)))
+        chosen = self.experts[wanted]
+        wholes = (np.concatenate([part.read((slice(None), columns)) for part in parts])
+                  for parts in chosen)  # fmt: skip
+        return np.stack([whole[rows] for whole in wholes])
+
+
+_PARTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+"""Matrices of all experts in one parameter -> what files call an expert's parts of it."""
+
+
+def _find_experts(
+    name: str, shape: tuple[int, ...], find: Callable[[str], _Stored | None]
+) -> _Experts | None:
+    """A parameter of all experts by the parts of each; None where files do not have it so."""
+    owner, _, last = name.rpartition(".")
+    for parts in _PARTS.get(last, ()):
+        found = [
+            [find(f"{owner}.{expert}.{part}.weight") for part in parts]
+            for expert in range(shape[0])
+        ]
+        there = [tuple(each for each in one if each is not None) for one in found]
+        rows = {sum(part.shape[0] for part in one) for one in there}
+        columns = {part.shape[1:] for one in there for part in one}
+        if all(len(one) == len(parts) for one in there) and (rows, columns) == (
+            {shape[1]}, {shape[2:]}
+        ):  # fmt: skip
+            return _Experts(experts=tuple(there), shape=shape)
+    return None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Readers(Mapping[str, Any]):
     """A reader for each weight of the programs that a decoder has built so far."""
@@ -128,6 +171,14 @@ class Readers(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+
+def _stored(arrays: Mapping[str, Any], name: str) -> _Stored | None:
+    """A tensor of the files, in a type that is read; None where they have none."""
+    array = arrays.get(name)
+    if array is None or array.file.get_slice(name).get_dtype() not in _DTYPES:
+        return None
+    return _Stored(array=array, shape=tuple(array.file.get_slice(name).get_shape()))
 
 
 def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
@@ -152,7 +203,11 @@ def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
             stored[name] = _Known(tensor=tensor)
             continue
         if found is None:
-            missing.append(name)
+            experts = _find_experts(name, tuple(tensor.shape), lambda each: _stored(arrays, each))
+            if experts is None:
+                missing.append(name)
+            else:
+                stored[name] = experts
             continue
         array = arrays[found]
         shape = tuple(array.file.get_slice(found).get_shape())
