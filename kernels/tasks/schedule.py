@@ -196,8 +196,8 @@ def _prune_waits(flat: FlatGraph, placement: Placement) -> list[tuple[int, ...]]
             heard.needed[sm] = known[0, sm]
             np.maximum(heard.clocks, known, out=heard.clocks)
             # peers along that axis have triggered it as well
-            told = heard.clocks[clock_of[event]]
-            np.maximum(told, known[0], out=told)
+            signalled = heard.clocks[clock_of[event]]
+            np.maximum(signalled, known[0], out=signalled)
     return kept
 
 

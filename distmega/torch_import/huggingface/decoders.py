@@ -125,7 +125,7 @@ class StateShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptStates:
     """What a class keeps of the tokens that it has seen."""
 
     shapes: tuple[CacheShape, ...]
@@ -353,7 +353,7 @@ _MOST_POSITIONS = 1 << 20
 """Of models that don't say how many positions they take, since they learn nothing about them."""
 
 
-def _look(model: nn.Module, num_layers: int) -> tuple[Kept, bool]:
+def _look(model: nn.Module, num_layers: int) -> tuple[KeptStates, bool]:
     """Runs one token through the model without computing anything: what it keeps, and whether all
     of its attention is over caches by way of transformers' registry.
     """
@@ -382,7 +382,7 @@ def _look(model: nn.Module, num_layers: int) -> tuple[Kept, bool]:
         )
     shapes = tuple(found[number] for number in sorted(found))
     covered = rows.num_attended == rows.num_updates == len(shapes) // 2
-    return Kept(shapes=shapes, states=states), covered
+    return KeptStates(shapes=shapes, states=states), covered
 
 
 def _forward(

@@ -192,8 +192,9 @@ class _BatchProof:
 
     def waits_for_nobody(self, one: BatchInstruction) -> bool:
         """Whether an instruction begins as soon as its SM is done with the product before."""
-        is_sum = isinstance(one, BatchLinear | BatchHead) and self.queues.rows > BATCH
-        return is_sum and one.src == 1
+        if not isinstance(one, BatchLinear | BatchHead):
+            return False
+        return self.queues.rows > BATCH and one.src == 1
 
     def check_pushes(self, one: BatchInstruction, now: int) -> str:
         if self.queues.num_ranks == 1:

@@ -194,9 +194,9 @@ class _Run:
             knows[queues] = known
         self.head[queues] += 1
         self.knows[0][queues, queues] = self.head[queues]
-        told = tuple(knows[queues] for knows in self.knows)
+        signalled = tuple(knows[queues] for knows in self.knows)
         for events in self.signals[tasks].T:
-            self._signal(events, told)
+            self._signal(events, signalled)
 
     def _signal(self, events: Ints, known: Sequence[Clock]) -> None:
         """One signal of each task; known: what the tasks know, themselves included."""

@@ -196,10 +196,9 @@ def ask_rows(
     if ROTATED:
         cos = gl.load(rope + position * D + columns)
         sin = gl.load(rope + position * D + half + columns)
-        asked = (a, b, cos, sin)
+        return a, b, cos, sin
     else:
-        asked = (a, b)
-    return asked
+        return a, b
 
 
 @gluon.jit

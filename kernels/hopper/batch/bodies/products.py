@@ -171,7 +171,7 @@ def product_task(
 
 
 @gluon.jit
-def place_of_parts(words, parts, unit, num_sms, ROWS: gl.constexpr):
+def first_parts(words, parts, unit, num_sms, ROWS: gl.constexpr):
     """Where the first part of each of a round's products lies, [4 units, 8 ROWS], and how many
     there are, [4, 1]: this SM's rows from number `unit` of its units on, none behind its last.
     Units of two streams take turns here, and lie in halves of a tile there.
@@ -198,7 +198,7 @@ def place_of_parts(words, parts, unit, num_sms, ROWS: gl.constexpr):
 @gluon.jit
 def ask_parts(words, parts, unit, num_sms, ROWS: gl.constexpr):
     """The first parts of a round's products."""
-    at, num = place_of_parts(words, parts, unit, num_sms, ROWS)
+    at, num = first_parts(words, parts, unit, num_sms, ROWS)
     asked = ()
     for i in gl.static_range(PARTS_ASKED):
         asked += single(load_part(at, i, num, ROWS))
@@ -212,7 +212,7 @@ def sum_of_parts(words, parts, asked, unit, num_sms, ROWS: gl.constexpr):
     for i in gl.static_range(1, PARTS_ASKED):
         y += asked[i]
     if words[SRC] > PARTS_ASKED:
-        at, num = place_of_parts(words, parts, unit, num_sms, ROWS)
+        at, num = first_parts(words, parts, unit, num_sms, ROWS)
         for p in range(keep(PARTS_ASKED.value), keep(words[SRC]), PARTS_ASKED):
             more = ()
             for i in gl.static_range(PARTS_ASKED):

@@ -289,10 +289,11 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
     for step in range(num_steps):
         for i, one in enumerate(sm.queue):
             before = (i or num) - 1
-            is_sum = gpu.rows > BATCH and isinstance(one, BatchLinear | BatchHead)
-            # of a sum known before the products are
-            factor = norm_factors(sm, one) if is_sum else None
-            if not (is_sum and one.src == 1):
+            factor, is_own = None, False
+            if gpu.rows > BATCH and isinstance(one, BatchLinear | BatchHead):
+                # of a sum known before the products are
+                factor, is_own = norm_factors(sm, one), one.src == 1
+            if not is_own:
                 yield from sm.await_event(before, (epoch0 + step + (i > 0)) * num_sms)
             flag = (epoch0 + step) * num + i + 1
             match one:
