@@ -61,18 +61,24 @@ def whole_value(expr: Const):
 
 
 @triton.constexpr_function
-def is_one_of(name, names):
-    return name in names
+def stays_whole(fn):
+    return fn in STAYS_WHOLE
+
+
+@triton.constexpr_function
+def pairs_whole(fn):
+    return fn in WHOLE_PAIRS
 
 
 @triton.jit
 def constant(expr: tl.constexpr, wide: tl.constexpr):
     """A constant among operands of a type."""
-    if tl.int64 == wide:
-        if is_whole_constant(expr):
-            return tl.full([1], whole_value(expr), tl.int64)
+    if tl.int64 != wide:
+        return tl.full([1], value_of(expr), wide)
+    elif is_whole_constant(expr):
+        return tl.full([1], whole_value(expr), tl.int64)
+    else:
         return tl.full([1], value_of(expr), tl.float32)
-    return tl.full([1], value_of(expr), wide)
 
 
 @triton.jit
@@ -91,19 +97,20 @@ def whole_power(x, y):
 def one(fn: tl.constexpr, x):
     """A function of one argument."""
     if x.dtype.is_int():
-        if is_one_of(fn, STAYS_WHOLE):
-            if fn == "abs":
-                return tl.where(x < 0, -x, x)
-            elif fn == "neg":
-                return -x
-            elif fn == "relu":
-                return tl.where(x < 0, x * 0, x)
-            else:
-                return x
-        return unary(fn, x.to(tl.float32))
+        if not stays_whole(fn):
+            return unary(fn, x.to(tl.float32))
+        elif fn == "abs":
+            return tl.where(x < 0, -x, x)
+        elif fn == "neg":
+            return -x
+        elif fn == "relu":
+            return tl.where(x < 0, x * 0, x)
+        else:
+            return x
     elif x.dtype == tl.float64:
         return one_wide(fn, x)
-    return unary(fn, x)
+    else:
+        return unary(fn, x)
 
 
 @triton.jit
@@ -127,36 +134,38 @@ def one_wide(fn: tl.constexpr, x):
         return libdevice.erf(x)
     elif fn == "floor":
         return libdevice.floor(x)
-    return unary(fn, x)
+    else:
+        return unary(fn, x)
 
 
 @triton.jit
 def two(fn: tl.constexpr, x, y):
     """A function of two arguments."""
     if x.dtype.is_int() and y.dtype.is_int():
-        if is_one_of(fn, WHOLE_PAIRS):
-            if fn == "add":
-                return x + y
-            elif fn == "sub":
-                return x - y
-            elif fn == "mul":
-                return x * y
-            elif fn == "eq":
-                return (x == y).to(tl.int64)
-            elif fn == "lt":
-                return (x < y).to(tl.int64)
-            elif fn == "le":
-                return (x <= y).to(tl.int64)
-            elif fn == "maximum":
-                return tl.where(x < y, y, x)
-            elif fn == "minimum":
-                return tl.where(x < y, x, y)
-            else:
-                return whole_power(x, y)
-        return binary(fn, x.to(tl.float32), y.to(tl.float32))
+        if not pairs_whole(fn):
+            return binary(fn, x.to(tl.float32), y.to(tl.float32))
+        elif fn == "add":
+            return x + y
+        elif fn == "sub":
+            return x - y
+        elif fn == "mul":
+            return x * y
+        elif fn == "eq":
+            return (x == y).to(tl.int64)
+        elif fn == "lt":
+            return (x < y).to(tl.int64)
+        elif fn == "le":
+            return (x <= y).to(tl.int64)
+        elif fn == "maximum":
+            return tl.where(x < y, y, x)
+        elif fn == "minimum":
+            return tl.where(x < y, x, y)
+        else:
+            return whole_power(x, y)
     elif x.dtype == tl.float64 or y.dtype == tl.float64:
         return two_wide(fn, x.to(tl.float64), y.to(tl.float64))
-    return binary(fn, x.to(tl.float32), y.to(tl.float32))
+    else:
+        return binary(fn, x.to(tl.float32), y.to(tl.float32))
 
 
 @triton.jit
@@ -168,7 +177,8 @@ def two_wide(fn: tl.constexpr, x, y):
         return (x < y).to(tl.float64)
     elif fn == "le":
         return (x <= y).to(tl.float64)
-    return binary(fn, x, y)
+    else:
+        return binary(fn, x, y)
 
 
 @triton.jit
@@ -198,4 +208,5 @@ def choose(condition, x, y):
         return tl.where(condition, x, y)
     elif x.dtype == tl.float64 or y.dtype == tl.float64:
         return tl.where(condition, x.to(tl.float64), y.to(tl.float64))
-    return tl.where(condition, x.to(tl.float32), y.to(tl.float32))
+    else:
+        return tl.where(condition, x.to(tl.float32), y.to(tl.float32))

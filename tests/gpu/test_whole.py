@@ -219,9 +219,10 @@ def test_inputs_change_between_replays(rows):
 
 def test_what_no_kernel_does_is_named():
     m = Maker("bf16", 1)
-    program = m.p.build(m.p.cumsum(m.linear(m.input(64), "w", 64), name="sums"))
+    x = m.linear(m.input(64), "w", 64)
+    program = m.p.build(m.p.cutoff(x, m.p.input("settings", (1, 3)), name="least"))
     plan = plan_program(program, MESH, H200)
-    with pytest.raises(UnsupportedError, match="sums"):
+    with pytest.raises(UnsupportedError, match="cutoff"):
         CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0", megakernel=True)
     step = CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0")
     assert step.stats.num_megakernels == 0

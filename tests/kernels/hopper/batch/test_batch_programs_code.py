@@ -144,8 +144,8 @@ def test_gathers_over_ranks_fit_an_sm(name: str):
     ],
 )
 def test_many_rows_are_products_of_warp_groups(rows: int, attends: bool, most_bytes: int):
-    """x comes by loads of 16 bytes, a slot of weights is four products of a warp group, and what
-    spills, scalars, does so outside of them.
+    """x comes by loads of 16 bytes, four slots ahead, a slot of weights is four products of a warp
+    group, and what spills, scalars, does so outside of them.
     """
     program = attending(rows=rows) if attends else gated_mlp(rows, 2, 1024, 2816).program
     code = compiled_program(program)
@@ -153,9 +153,9 @@ def test_many_rows_are_products_of_warp_groups(rows: int, attends: bool, most_by
     assert code.shared_bytes <= SHARED_BYTES
     lines = [line for _, line in instructions(code.cubin)]
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    assert len(products) == 8
+    assert len(products) == 16
     loop = lines[products[0] : products[-1] + 20]
-    assert sum("LDG.E.128" in line for line in loop) == 8
+    assert sum("LDG.E.128" in line for line in loop) == 16
     assert not [line for line in loop if "LDL" in line or "STL" in line]
     assert plain_spins(code.ptx) == []
     assert bare_signals(code.ptx) == []
