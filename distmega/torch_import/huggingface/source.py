@@ -109,7 +109,7 @@ class _Derived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Experts:
+class _ListedExperts:
     """A matrix an expert [e, n, k], of files that hold each expert's parts of n apart."""
 
     experts: tuple[tuple[_Stored, ...], ...]
@@ -133,7 +133,7 @@ _PARTS = {
 
 def _find_experts(
     name: str, shape: tuple[int, ...], find: Callable[[str], _Stored | None]
-) -> _Experts | None:
+) -> _ListedExperts | None:
     """A parameter of all experts by the parts of each; None where files do not have it so."""
     owner, _, last = name.rpartition(".")
     for parts in _PARTS.get(last, ()):
@@ -147,7 +147,7 @@ def _find_experts(
         if all(len(one) == len(parts) for one in there) and (rows, columns) == (
             {shape[1]}, {shape[2:]}
         ):  # fmt: skip
-            return _Experts(experts=tuple(there), shape=shape)
+            return _ListedExperts(experts=tuple(there), shape=shape)
     return None
 
 

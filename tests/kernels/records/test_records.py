@@ -11,6 +11,7 @@ from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels import whole
 from distmega.kernels.machines import H200
 from distmega.kernels.megakernel import compile_megakernel
+from distmega.kernels.records.kernel import run_records
 from distmega.kernels.records.runner import RecordRunner
 from distmega.kernels.records.specs import find_specs
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
@@ -113,6 +114,7 @@ def compiled(kind: str, dtype: str, monkeypatch) -> Machine:
         empty = torch.zeros(tensor.shape, dtype=torch_dtype(tensor.dtype))
         tensors.setdefault(tensor.name, empty)
     assert plan.kernel is not None
+    run_records.device_caches.clear()  # of another program with the same kernel
     with offline(monkeypatch) as launched:
         runner = RecordRunner(plan.kernel, rank=0, weights_arena=arenas[0], state_arena=arenas[1])
         runner.launch(tensors)
