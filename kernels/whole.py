@@ -159,7 +159,7 @@ def plan_whole(
     UnsupportedError names what no kernel does.
     """
     if device.type != "cuda":
-        return _plan_records(local, comm, CPU_SMS)
+        return _plan_records(local, comm, CPU_SMS, rules)
     try:
         return _plan_rows(local, comm, device, rules, most_rows)
     except UnsupportedError as refused:
@@ -204,7 +204,12 @@ def _plan_rows(
 
 
 def _plan_records(
-    local: Localized, comm: Communicator, num_sms: int, *, on_gpu: bool = False
+    local: Localized,
+    comm: Communicator,
+    num_sms: int,
+    rules: Sequence[RewriteRule] = (),
+    *,
+    on_gpu: bool = False,
 ) -> WholePlan:
     """By the records of the general pipeline, which CPUs and, where it has bodies, a GPU run."""
     host = run_passes(
@@ -215,6 +220,7 @@ def _plan_records(
             is_encodable=_is_encodable,
             collectives=collective_kinds(),
             along_one=False,
+            rules=rules,
             cost=_interpreted_us,
         )
     )

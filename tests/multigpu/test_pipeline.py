@@ -106,6 +106,7 @@ def open_all_or_none(comm: Communicator) -> None:
         batch=1,
         _weights=torch.empty(0),
         _states=torch.empty(0),
+        _kept_queues=lambda plan, team: plan(),
     )
     other = UnsupportedError("another GPU", expected="a Hopper GPU", remedy="use one")
     segments = lowered.host.segments

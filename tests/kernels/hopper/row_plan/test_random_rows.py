@@ -10,7 +10,7 @@ from distmega.errors import UnsupportedError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.batch import runner as batch_runner
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
-from distmega.kernels.hopper.one_row import runner as row_runner
+from distmega.kernels.hopper.plan.encoded import encode_queues
 from distmega.kernels.hopper.plan.matrices import count_rows
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.row_plan.queues import build_queues
@@ -79,7 +79,9 @@ def test_queues_have_one_hash():
     (row,) = case_of(random_rows(1), num_sms=20).queues
     (batch,) = batch_case(random_rows(1, 3), num_sms=20).queues
     (other,) = batch_case(random_rows(2, 3), num_sms=20).queues
-    assert hash_of(row) == hash_of_words(*row_runner._encode(row, torch.device("cpu")))
+    encoded = encode_queues(row)
+    words, lengths = map(torch.from_numpy, (encoded.words, encoded.lengths))
+    assert hash_of(row) == hash_of_words(words, lengths)
     assert hash_of(batch) == hash_of_words(batch_runner._encode(batch))
     assert len({hash_of(row), hash_of(batch), hash_of(other)}) == 3
 
