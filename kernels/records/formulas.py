@@ -14,7 +14,7 @@ from triton import language as tl
 from triton.language.extra import libdevice
 
 from distmega.kernels.pipelined.pointwise.formula import binary, unary
-from distmega.program.expr import Arg, Const, Expr
+from distmega.program.expr import Arg, Call, Const, Expr
 
 STAYS_WHOLE = ("abs", "neg", "relu", "floor")
 """Functions of one argument that give whole numbers of whole numbers."""
@@ -31,7 +31,7 @@ def root_of(expr: Expr):
 
 
 @triton.constexpr_function
-def part_of(expr: Expr, nth):
+def part_of(expr: Call, nth):
     return expr.args[nth]
 
 

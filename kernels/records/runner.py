@@ -103,9 +103,9 @@ class RecordRunner:
         self._report = torch.zeros(REPORT_WORDS, dtype=torch.int64, device=device)
         self._report[LIMIT.value] = round(self._limit_s * 1e9)
         self._report[ALARM.value] = self._raised.data_ptr()
-        operands, arenas = kernel.layout.operands, (weights_arena, state_arena, activations)
+        operands, memory = kernel.layout.operands, (weights_arena, state_arena, activations)
         args = [t for t in segment_args(kernel.segment) if tensor_space(t) is Space.ACT]
-        views = {t.name: operand_view(arenas, operands[t.name]) for t in args}
+        views = {t.name: operand_view(memory, operands[t.name]) for t in args}
         self._inputs = {t.name: views[t.name] for t in args if t.role == "input"}
         self._outputs = {t.name: views[t.name] for t in args if t.role == "temp"}
 

@@ -114,7 +114,8 @@ def spec_of(
         for field in record_fields(OPCODES.index(type(instruction)))
         if field.kind == "ref"
     )
-    way, formula, widths, others = "", None, (), 0
+    way, formula, others = "", None, 0
+    widths: tuple[int, ...] = ()
     match instruction:
         case opcodes.Reduce(combine=number) | opcodes.SumRanks(combine=number):
             way = COMBINES[number]
