@@ -12,7 +12,8 @@ rows behind it; reads x and both weights, or the upper and the lower half of the
 
 from distmega.program import expr
 from distmega.program.kinds import OpKind, define
-from distmega.program.types import Op
+from distmega.program.ops.axis_views import is_plain
+from distmega.program.types import Op, accesses, contracts
 
 define(OpKind(name="fused_pointwise", origin="internal", is_elementwise=True))
 define(OpKind(name="fused_norm", origin="internal", is_norm=True))
@@ -28,3 +29,20 @@ def op_exprs(op: Op) -> tuple[expr.Expr, ...]:
     texts = op.attr("exprs")
     assert isinstance(texts, tuple), "fuse.py writes a tuple"
     return tuple(expr.parse(str(text)) for text in texts)
+
+
+def is_product(op: Op) -> bool:
+    """Whether an op is x [rows, sums] times w [columns, sums], each of any number of dims but for
+    the columns, with a bias of each column or none.
+    """
+    if not contracts(op) or not 2 <= len(op.reads) <= 3 or not all(map(is_plain, accesses(op))):
+        return False
+    (x, w, *bias), (out,) = op.reads, op.writes
+    if len(out.dims) < 2:
+        return False
+    rows, columns = out.dims[:-1], out.dims[-1:]
+    return (
+        x.dims == (*rows, *w.dims[1:])
+        and w.dims[:1] == columns
+        and all(each.dims == columns for each in bias)
+    )

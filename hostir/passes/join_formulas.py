@@ -8,13 +8,13 @@ bias, if there is one, and applies the formula before anything is written. Next:
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from distmega.hostir.ir.nodes import Allocate, LibraryOp, Node
-from distmega.hostir.passes.fused_kinds import op_exprs
-from distmega.hostir.passes.joining import join_ops
+from distmega.hostir.ir.nodes import LibraryOp, Node
+from distmega.hostir.passes.fused_kinds import is_product, op_exprs
+from distmega.hostir.passes.joining import is_handed_on, join_ops, last_work, take
 from distmega.program.kinds import kind_of
 from distmega.program.ops.axis_views import is_plain
 from distmega.program.ops.parts import make_op
-from distmega.program.types import Op, Tensor, accesses, contracts
+from distmega.program.types import Op, Tensor, accesses
 
 
 def join_formulas(
@@ -28,36 +28,16 @@ def _join(
     above: list[Node], node: LibraryOp, buffers: Mapping[str, Tensor], uses: Mapping[str, int]
 ) -> Node:
     """The product that does `node` too, taken from `above` with its result; or the node."""
-    at = len(above) - 1
-    while at >= 0 and isinstance(above[at], Allocate):
-        at -= 1
+    at = last_work(above)
     product = above[at] if at >= 0 else None
-    if not isinstance(product, LibraryOp) or not _is_product(product.op):
+    if not isinstance(product, LibraryOp) or not is_product(product.op):
         return node
     gone = product.op.writes[0].tensor
     joined = _joined(product.op, node.op, buffers)
-    if joined is None or buffers[gone].role != "temp" or uses[gone] != 2:
+    if joined is None or not is_handed_on(gone, buffers, uses):
         return node
-    rest = (*above[:at], *above[at + 1 :])
-    above[:] = [x for x in rest if not (isinstance(x, Allocate) and x.buffer == gone)]
+    take(above, {at}, {gone})
     return LibraryOp(op=joined)
-
-
-def _is_product(op: Op) -> bool:
-    """Whether an op is x [rows, sums] times w [columns, sums], each of any number of dims but for
-    the columns, with a bias of each column or none.
-    """
-    if not contracts(op) or not 2 <= len(op.reads) <= 3 or not all(map(is_plain, accesses(op))):
-        return False
-    (x, w, *bias), (out,) = op.reads, op.writes
-    if len(out.dims) < 2:
-        return False
-    rows, columns = out.dims[:-1], out.dims[-1:]
-    return (
-        x.dims == (*rows, *w.dims[1:])
-        and w.dims[:1] == columns
-        and all(each.dims == columns for each in bias)
-    )
 
 
 def _joined(product: Op, op: Op, buffers: Mapping[str, Tensor]) -> Op | None:

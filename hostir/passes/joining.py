@@ -1,4 +1,4 @@
-"""The walk of passes that let a node do what an op directly behind it does.
+"""The walk of passes that let a node do what an op directly behind it does, and what they share.
 
 Comes in: a body, and what says whether an op joins one of the nodes above it. Goes out: the body,
 loops included. mix_columns.py, norm_sums.py, join_formulas.py and order_results.py use it. Next:
@@ -6,7 +6,7 @@ norm_sums.py.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from distmega.hostir.ir.nodes import Allocate, ForLoop, LibraryOp, Node, walk_nodes
@@ -41,3 +41,25 @@ def _joined(
             node = join(out, node, buffers, uses)
         out.append(node)
     return tuple(out)
+
+
+def last_work(above: Sequence[Node]) -> int:
+    """Where the last node stands that is no Allocate; -1 if there is none."""
+    at = len(above) - 1
+    while at >= 0 and isinstance(above[at], Allocate):
+        at -= 1
+    return at
+
+
+def is_handed_on(name: str, buffers: Mapping[str, Tensor], uses: Mapping[str, int]) -> bool:
+    """Whether a buffer is named by one node that writes it and one that reads it alone."""
+    return buffers[name].role == "temp" and uses[name] == 2
+
+
+def take(above: list[Node], positions: Collection[int], gone: Collection[str]) -> None:
+    """Takes the nodes at some positions away, and what allocates the buffers `gone`."""
+    above[:] = [
+        node
+        for position, node in enumerate(above)
+        if position not in positions and not (isinstance(node, Allocate) and node.buffer in gone)
+    ]

@@ -12,12 +12,13 @@ from dataclasses import replace
 
 from distmega.hostir.ir.nodes import Allocate, LibraryOp, Node
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
-from distmega.hostir.passes.fused_kinds import op_exprs
-from distmega.hostir.passes.joining import join_ops
+from distmega.hostir.passes.fused_kinds import is_product, op_exprs
+from distmega.hostir.passes.joining import is_handed_on, join_ops, take
 from distmega.program import expr
 from distmega.program.kinds import kind_of
+from distmega.program.ops.axis_views import is_plain
 from distmega.program.ops.parts import make_op
-from distmega.program.types import Access, Index, Op, Tensor, accesses, contracts
+from distmega.program.types import Access, Op, Tensor, accesses
 
 Product = LibraryOp | FusedMatmul
 
@@ -68,13 +69,13 @@ def _pair(
     at = len(above) - 1
     while at >= 0 and len(found) < 2:
         node = above[at]
-        if isinstance(node, LibraryOp) and _is_product(node.op):
+        if isinstance(node, LibraryOp) and _is_plain_product(node.op):
             found[node.op.writes[0].tensor] = at
         elif not isinstance(node, Allocate):
             return None
         at -= 1
     trees, result = op_exprs(op), op.writes[0].tensor
-    alone = all(buffers[each].role == "temp" and uses[each] == 2 for each in names)
+    alone = all(is_handed_on(each, buffers, uses) for each in names)
     types = {buffers[each].dtype for each in (*names, result)}
     if found.keys() != {*names} or len(trees) != 1 or not alone or len(types) > 1:
         return None
@@ -83,12 +84,7 @@ def _pair(
     shapes = {buffers[each.tensor].shape for each in (upper, lower)}
     if x.tensor != other_x.tensor or len(shapes) > 1 or upper.tensor == lower.tensor:
         return None
-    gone = {*found.values()}
-    above[:] = [
-        node
-        for position, node in enumerate(above)
-        if position not in gone and not (isinstance(node, Allocate) and node.buffer in found)
-    ]
+    take(above, {*found.values()}, found)
     reads = [x, upper, replace(upper, tensor=lower.tensor)]
     made = replace(first.writes[0], tensor=result)
     made_op = make_op(result, "fused_linear", first.axes, reads, [made], expr=str(trees[0]))
@@ -105,25 +101,12 @@ def _is_plain(op: Op, buffers: Mapping[str, Tensor]) -> bool:
     """Whether an op goes through its operands and results alike, an axis a dim."""
     whole = {tuple(index.axes for index in access.dims) for access in accesses(op)}
     shapes = {buffers[access.tensor].shape for access in accesses(op)}
-    return len(whole) == 1 and len(shapes) == 1 and all(map(_is_single, accesses(op)))
+    return len(whole) == 1 and len(shapes) == 1 and all(map(is_plain, accesses(op)))
 
 
-def _is_single(access: Access) -> bool:
-    """Whether each dim is one axis, from its begin on."""
-    return all(index == Index(axes=index.axes) and len(index.axes) == 1 for index in access.dims)
-
-
-def _is_product(op: Op) -> bool:
-    """Whether an op is x [rows, sums] times w [columns, sums], each of any number of dims but for
-    the columns.
-    """
-    if not contracts(op) or len(op.reads) != 2:
-        return False
-    (x, w), (out,) = op.reads, op.writes
-    if not all(map(_is_single, (x, w, out))) or len(out.dims) < 2:
-        return False
-    rows, columns = out.dims[:-1], out.dims[-1:]
-    return x.dims == (*rows, *w.dims[1:]) and w.dims[:1] == columns
+def _is_plain_product(op: Op) -> bool:
+    """Without a bias."""
+    return is_product(op) and len(op.reads) == 2
 
 
 def _view(node: Node) -> Op | None:
@@ -193,7 +176,7 @@ def _mixed_linear(
     op: Op, result: str, formula: expr.Expr, buffers: Mapping[str, Tensor]
 ) -> Op | None:
     """The op of kind fused_linear for a plain product x [rows, sums] times w [columns, sums]."""
-    if not _is_product(op):
+    if not _is_plain_product(op):
         return None
     (x, w), (out,) = op.reads, op.writes
     column = out.dims[-1].axes[0]

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, cast
 
-from distmega.hostir.ir.nodes import Allocate, LibraryOp, Node
+from distmega.hostir.ir.nodes import LibraryOp, Node
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm
-from distmega.hostir.passes.joining import join_ops
+from distmega.hostir.passes.joining import is_handed_on, join_ops, last_work, take
 from distmega.program.types import Index, Op, Tensor
 
 
@@ -27,18 +27,15 @@ def _join(
     above: list[Node], node: LibraryOp, buffers: Mapping[str, Tensor], uses: Mapping[str, int]
 ) -> Node:
     """The product that does `node` too, taken from `above` with its result; or the node."""
-    at = len(above) - 1
-    while at >= 0 and isinstance(above[at], Allocate):
-        at -= 1
+    at = last_work(above)
     product = above[at] if at >= 0 else None
     if not isinstance(product, FusedMatmul) or product.norm is not None:
         return node
     gone = product.out
     norm = _norm_of(product, node.op, buffers)
-    if norm is None or buffers[gone].role != "temp" or uses[gone] != 2:
+    if norm is None or not is_handed_on(gone, buffers, uses):
         return node
-    rest = (*above[:at], *above[at + 1 :])
-    above[:] = [x for x in rest if not (isinstance(x, Allocate) and x.buffer == gone)]
+    take(above, {at}, {gone})
     return replace(product, out=node.op.writes[0].tensor, norm=norm)
 
 

@@ -9,10 +9,11 @@ heads that are put beside each other cost nothing. Next: passes.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from distmega.hostir.ir.nodes import Allocate, LibraryOp, Node
-from distmega.hostir.passes.joining import join_ops
+from distmega.hostir.ir.nodes import LibraryOp, Node
+from distmega.hostir.passes.joining import is_handed_on, join_ops, last_work, take
 from distmega.program.kinds import kind_of
-from distmega.program.types import Access, Index, Op, Tensor, accesses
+from distmega.program.ops.axis_views import is_plain
+from distmega.program.types import Access, Op, Tensor, accesses
 
 
 def order_results(
@@ -26,18 +27,15 @@ def _order(
     above: list[Node], node: LibraryOp, buffers: Mapping[str, Tensor], uses: Mapping[str, int]
 ) -> Node:
     """The attention that does `node` too, taken from `above` with its result; or the node."""
-    at = len(above) - 1
-    while at >= 0 and isinstance(above[at], Allocate):
-        at -= 1
+    at = last_work(above)
     attention = above[at] if at >= 0 else None
     if not isinstance(attention, LibraryOp) or not _writes_any_order(attention.op):
         return node
     gone = attention.op.writes[0].tensor
     write = _reordered(attention.op.writes[0], node.op, buffers)
-    if write is None or buffers[gone].role != "temp" or uses[gone] != 2:
+    if write is None or not is_handed_on(gone, buffers, uses):
         return node
-    rest = (*above[:at], *above[at + 1 :])
-    above[:] = [x for x in rest if not (isinstance(x, Allocate) and x.buffer == gone)]
+    take(above, {at}, {gone})
     return LibraryOp(op=replace(attention.op, writes=(write,)))
 
 
@@ -54,12 +52,8 @@ def _reordered(made: Access, movement: Op, buffers: Mapping[str, Tensor]) -> Acc
     if len(movement.reads) != 1 or movement.reads[0].tensor != made.tensor:
         return None
     (read,), (write,) = movement.reads, movement.writes
-    each_an_axis = all(
-        index == Index(axes=index.axes) and len(index.axes) == 1
-        for access in accesses(movement)
-        for index in access.dims
-    )
     there = dict(zip(read.dims, made.dims, strict=True))
+    each_an_axis = all(map(is_plain, accesses(movement)))
     if not each_an_axis or {*write.dims} != {*read.dims} or len(write.dims) != len(there):
         return None
     source, target = buffers[made.tensor], buffers[write.tensor]
