@@ -524,7 +524,9 @@ class Engine:
         """
         if self._sample_inputs:
             row = self._method.settings_of(sampling)
-            self._sample_inputs["sampling"][slot] = torch.tensor(row, dtype=torch.float32)
+            self._sample_inputs["sampling"][slot] = torch.tensor(
+                row, dtype=torch.float32, device="cpu"
+            )
             self._sample_inputs["seeds"][slot] = sampling.seed
 
     def _require_prompt(self, slot: int, ids: Sequence[int]) -> None:
@@ -756,8 +758,10 @@ def _sampling_inputs(method: Method, batch: int, device: torch.device) -> dict[s
     """
     if not method.samples:
         return {}
-    settings = torch.tensor([method.settings_of(MOST_LIKELY)] * batch, dtype=torch.float32)
-    seeds = torch.zeros(batch, dtype=torch.int64)
+    settings = torch.tensor(
+        [method.settings_of(MOST_LIKELY)] * batch, dtype=torch.float32, device="cpu"
+    )
+    seeds = torch.zeros(batch, dtype=torch.int64, device="cpu")
     return {"sampling": settings.to(device), "seeds": seeds.to(device)}
 
 

@@ -286,7 +286,7 @@ class GlooCommunicator(TeamCommunicator):
     def recv(self, axis: str, out: Tensor, peer: int) -> CommHandle:
         if self._groups[axis] is None:
             return self._mail.recv(axis, out)
-        data = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8)
+        data = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8, device="cpu")
         work = self._post_recv(axis, data, peer, DATA_TAG)
 
         def finish() -> None:

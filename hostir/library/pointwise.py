@@ -51,7 +51,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 @cache
 def _lift(value: float | int) -> Tensor:
     """A constant as a scalar tensor; it takes the type of the float tensor it meets."""
-    return torch.tensor(float(value), dtype=torch.float64)
+    return torch.tensor(float(value), dtype=torch.float64, device="cpu")
 
 
 @cache
@@ -64,7 +64,7 @@ def _check_integers(tree: expr.Expr, dtypes: tuple[torch.dtype, ...]) -> None:
 def _lift_whole(value: float | int) -> Tensor:
     """A constant among integers, which stay integers where it is a whole number."""
     whole = value == int(value) and -(2**63) <= value < 2**63
-    return torch.tensor(int(value)) if whole else _lift(value)
+    return torch.tensor(int(value), device="cpu") if whole else _lift(value)
 
 
 def pointwise(tree: expr.Expr, args: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:

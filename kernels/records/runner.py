@@ -97,7 +97,9 @@ class RecordRunner:
             torch.tensor(arenas, device=device),
         )
         self._limit_s = timeout_s if shared else min(timeout_s, LIMIT_S)
-        self._raised = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._raised = torch.zeros(
+            1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        )
         # read as Python's: asking the tensor takes torch 2 us
         self._raised_word = c_int32.from_address(self._raised.data_ptr())
         self._report = torch.zeros(REPORT_WORDS, dtype=torch.int64, device=device)

@@ -146,7 +146,7 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
     for window in text_windows(len(ids), engine.decode_plan.max_context):
         logits = engine.logits(ids[window.start : window.stop])
         rows = logits[window.first - window.start - 1 : -1].float().cpu()
-        wanted = torch.tensor(ids[window.first : window.stop])
+        wanted = torch.tensor(ids[window.first : window.stop], device="cpu")
         total += F.cross_entropy(rows, wanted, reduction="sum").item()
     return ScoreResult(
         perplexity=math.exp(total / (len(ids) - 1)),

@@ -52,7 +52,9 @@ class TileReference:
                 dtype = torch_dtype(tensor.dtype)
                 floats = dtype.is_floating_point
                 fill = float("nan") if floats else torch.iinfo(dtype).max
-                self.tensors[tensor.name] = torch.full(tensor.shape, fill, dtype=dtype)
+                self.tensors[tensor.name] = torch.full(
+                    tensor.shape, fill, dtype=dtype, device="cpu"
+                )
         for op in graph.program.ops:
             if op.is_view:  # shows the storage of its source
                 operands = [self.tensors[name] for name in op_operands(op)]
@@ -88,7 +90,7 @@ class TileReference:
             narrowed = {}
             rows = op.reads[0].dims[0].axes[0]
             if rows in tile and len(operands) == 1:
-                operands.append(torch.tensor([len(tile[rows])], dtype=torch.int32))
+                operands.append(torch.tensor([len(tile[rows])], dtype=torch.int32, device="cpu"))
         for position, read in enumerate(op.reads):
             for dim, index in enumerate(read.dims):
                 cut = narrowed.get(index.axes[0]) if index.axes else None

@@ -352,6 +352,6 @@ def _view_logits(queues: BatchQueues, symmetric: Tensor) -> Tensor:
 def _encode(queues: BatchQueues) -> Tensor:
     """Words [num_sms, instructions, WORDS], int32."""
     rows = [list(map(pack, queue)) for queue in queues.queues]
-    words = torch.tensor(rows, dtype=torch.int32)
+    words = torch.tensor(rows, dtype=torch.int32, device="cpu")
     assert words.shape[2] == WORDS
     return words

@@ -100,8 +100,8 @@ def test_what_has_no_body_is_refused_as_before(monkeypatch):
         on_gpu(program, monkeypatch, by_records=True)
 
 
-def compiled(kind: str, dtype: str, monkeypatch) -> Machine:
-    """The kernel of a program, for sm_90a."""
+def compiled(kind: str, dtype: str, monkeypatch, default: str = "cpu") -> Machine:
+    """The kernel of a program, for sm_90a; default: the device that torch has for others."""
     plan = on_gpu(program_of(kind, dtype), monkeypatch, by_records=True)
     layouts = plan.weights, plan.states
     arenas = [allocate_arena(layout) for layout in layouts]
@@ -115,7 +115,7 @@ def compiled(kind: str, dtype: str, monkeypatch) -> Machine:
         tensors.setdefault(tensor.name, empty)
     assert plan.kernel is not None
     run_records.device_caches.clear()  # of another program with the same kernel
-    with offline(monkeypatch) as launched:
+    with offline(monkeypatch) as launched, torch.device(default):
         runner = RecordRunner(plan.kernel, rank=0, weights_arena=arenas[0], state_arena=arenas[1])
         runner.launch(tensors)
     (code,) = launched
@@ -127,6 +127,11 @@ def test_a_kernel_compiles_for_hopper_without_a_spill(kind, monkeypatch):
     code = compiled(kind, "bf16", monkeypatch)
     assert code.stack_bytes == 0
     assert ("mma.sync" in code.ptx or "wgmma" in code.ptx) == (kind == "odd_gate")
+
+
+def test_tensors_of_a_runner_are_where_they_belong_by_any_default_device(monkeypatch):
+    """Where a GPU is torch's default, memory of the host was asked of it: two ranks failed so."""
+    assert compiled("odd_gate", "bf16", monkeypatch, default="meta").stack_bytes == 0
 
 
 NIGHTLY = [pytest.param(*name, marks=pytest.mark.nightly) for name in NAMES if name != SHORT]
