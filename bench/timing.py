@@ -4,6 +4,7 @@ slowest of several GPUs.
 
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +22,21 @@ def elapsed_us(call: Call, num: int) -> float:
     return start.elapsed_time(end) * 1e3 / num
 
 
-def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Torch's own CUDA graph of a call, and what a replay gives; a few calls come first."""
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Torch's own CUDA graph of a call. It keeps the call, whose weights and tokens a replay reads;
+    a graph keeps none of them, so that their memory would be given to others.
+    """
+
+    call: Call
+    graph: torch.cuda.CUDAGraph
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def captured(call: Call) -> tuple[Captured, Any]:
+    """A call as CUDA graph, and what a replay gives; a few calls come first."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -33,7 +47,7 @@ def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = call()
-    return graph, result
+    return Captured(call, graph), result
 
 
 def copy_bytes_per_us() -> float:
