@@ -37,10 +37,12 @@ from distmega.kernels.records.words import WORDS, opcode_of
 WAIT_WORDS: tl.constexpr = tl.constexpr(len(WAIT_COLUMNS))
 SIGNAL_WORDS: tl.constexpr = tl.constexpr(len(SIGNAL_COLUMNS))
 MAX_WAITS: tl.constexpr = tl.constexpr(MOST_WAITS)
-FOUND, EVENT, TARGET, SEEN, SM, GROUP, LIMIT, ALARM = (tl.constexpr(n) for n in range(8))
+FOUND, EVENT, TARGET, SEEN, SM, GROUP, LIMIT, ALARM, SOURCE = (tl.constexpr(n) for n in range(9))
 """Words of the report, i64: whether a wait has expired, then which; nanoseconds that one may last;
-the address of a word of the host's.
+the address of a word of the host's; the team rank whose signals are waited for.
 """
+THREADS: tl.constexpr = tl.constexpr(256)
+"""Of an SM, at least."""
 
 
 @triton.constexpr_function
@@ -55,34 +57,49 @@ def spec_at(specs: RecordSpecs, nth):
 
 @triton.jit
 def clock():
-    """Nanoseconds of the GPU."""
+    """Nanoseconds of the GPU, the same for all threads: warps that read them one by one would leave
+    a loop apart, and meet at barriers of different turns.
+    """
     # Triton has no clock
-    return tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    each = tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;",
+        "=l,r",
+        [tl.arange(0, THREADS)],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
     )
+    return tl.max(each, 0)
 
 
 @triton.jit
-def poll(counter, target, report, event, group):
-    """Returns once a counter has reached a target, or a wait has expired."""
-    seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
+def is_quiet(report):
+    """Whether no wait has expired, as one thread reads it for all of them."""
+    return tl.atomic_add(report + FOUND, 0, sem="relaxed", scope="gpu") == 0
+
+
+@triton.jit
+def poll(counters, source, target, report, event, group):
+    """Returns once the counter of a source has reached a target, or a wait has expired."""
+    seen = tl.atomic_add(counters + source, 0, sem="acquire", scope="sys")
     if seen - target < 0:
-        start, waiting = clock(), tl.load(report + FOUND, volatile=True) == 0
+        start, waiting = clock(), is_quiet(report)
         while waiting:
-            seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
+            seen = tl.atomic_add(counters + source, 0, sem="acquire", scope="sys")
             waiting = seen - target < 0
             if waiting:
-                waiting = tl.load(report + FOUND, volatile=True) == 0
+                waiting = is_quiet(report)
                 if waiting and clock() - start > tl.load(report + LIMIT):
-                    accuse(report, event, target, seen, group)
+                    accuse(report, event, source, target, seen, group)
                     waiting = False
 
 
 @triton.jit
-def accuse(report, event, target, seen, group):
+def accuse(report, event, source, target, seen, group):
     """The first wait that expires says what it was for."""
     if tl.atomic_cas(report + FOUND, tl.full([], 0, tl.int64), tl.full([], 1, tl.int64)) == 0:
         tl.store(report + EVENT, event.to(tl.int64))
+        tl.store(report + SOURCE, tl.zeros([], tl.int64) + source)
         tl.store(report + TARGET, target.to(tl.int64))
         tl.store(report + SEEN, seen.to(tl.int64))
         tl.store(report + SM, tl.program_id(0).to(tl.int64))
@@ -102,10 +119,10 @@ def wait(record, tables, events, epoch, report):
         event, target = tl.load(row), tl.load(row + 1) * epoch
         counters = events.counters + event * events.lanes
         if tl.load(row + 2) < 0:
-            poll(counters + events.lane, target, report, event, group)
+            poll(counters, events.lane, target, report, event, group)
         else:
             for source in range(events.lanes):
-                poll(counters + source, target, report, event, group)
+                poll(counters, source, target, report, event, group)
 
 
 @triton.jit
@@ -175,13 +192,14 @@ def execute(record, arenas, member, spec: tl.constexpr):
 def run_records(tables, memory, events, member, report, longest, specs: tl.constexpr):
     """One launch, an SM a program.
 
-    tables, memory, events, member: see arguments.py. report: int64 [8], FOUND to ALARM; the host
-    writes the last two, and FOUND once it has read a report. longest: records of the longest queue.
-    specs: RecordSpecs of the segment.
+    tables, memory, events, member: see arguments.py. report: int64 [9], FOUND to SOURCE; the host
+    writes LIMIT and ALARM, and FOUND once it has read a report. longest: records of the longest
+    queue. specs: RecordSpecs of the segment.
     """
     sm = tl.program_id(0)
     epoch = tl.load(events.epoch)
-    mine = member.arenas + (epoch % 2) * events.lanes
+    # not % 2, which is -1 for the odd epochs behind 2^31
+    mine = member.arenas + (epoch & 1) * events.lanes
     there = (member.coordinates, mine, events.lanes)
     own = tl.load(mine + events.lane).to(tl.pointer_type(tl.uint8))
     arenas = (memory.weights, memory.states, memory.activations, own)

@@ -25,6 +25,7 @@ from distmega.kernels.records.kernel import (
     LIMIT,
     SEEN,
     SM,
+    SOURCE,
     TARGET,
     run_records,
 )
@@ -33,7 +34,7 @@ from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, PEER_BUFFERS, Space,
 from distmega.kernels.runtime.memory import allocate_arena, operand_view
 from distmega.kernels.runtime.symmetric import Team
 
-REPORT_WORDS = 8
+REPORT_WORDS = 9
 WARPS = 8
 LIMIT_S = 2.0
 """Seconds that a wait for another SM may last."""
@@ -71,7 +72,7 @@ class RecordRunner:
         lanes, lane = (shared.size, shared.team_rank) if shared else (1, 0)
         counter_bytes = _round_up(COUNTER_BYTES * max(encoded.num_events, 1) * lanes)
         num_bytes = counter_bytes + PEER_BUFFERS * _round_up(kernel.layout.peers.num_bytes)
-        self._shared = shared.open(num_bytes) if shared else None
+        self._shared, self._lane = (shared.open(num_bytes) if shared else None), lane
         own = (
             self._shared.local
             if self._shared
@@ -135,19 +136,30 @@ class RecordRunner:
             tensors[name].copy_(view)
 
     def raise_hang(self) -> None:
-        """HangError if a wait of an earlier launch has expired; costs nothing."""
+        """HangError if a wait of an earlier launch has expired, once; costs nothing if none has,
+        and waits for those launches if so.
+        """
         if not self._raised_word.value:
             return
+        # other waits end as long as the report says that one has expired
+        self._synchronize()
         report = self._report.tolist()
         self._report[FOUND.value] = 0
+        self._synchronize()
         self._raised_word.value = 0
         name = self.kernel.encoded.names[report[GROUP.value]]
+        where = f"SM {report[SM.value]} of team rank {self._lane}"
         raise HangError(
-            f"SM {report[SM.value]}: {name} waits for event {report[EVENT.value]}, at "
-            f"{report[SEEN.value]} of {report[TARGET.value]}, after {self._limit_s} s",
+            f"{where}: {name} waits for event {report[EVENT.value]} from team rank "
+            f"{report[SOURCE.value]}, at {report[SEEN.value]} of {report[TARGET.value]}, after "
+            f"{self._limit_s} s",
             expected="every wait to be met by the tasks that owe it",
             remedy="compile the program again",
         )
+
+    def _synchronize(self) -> None:
+        if self._report.is_cuda:
+            torch.cuda.synchronize(self._report.device)
 
 
 def _on(device: torch.device, table: Tensor) -> Tensor:

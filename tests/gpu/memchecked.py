@@ -1,4 +1,5 @@
-"""Programs of 1 to 16 rows in one launch each, for a memory checker to look at.
+"""Programs for a memory checker to look at: CASES of 1 to 16 rows in one launch each, and SMALL, a
+short one of every kernel that has grown here.
 
 `python -m tests.gpu.memchecked NAME...` runs the programs of these names twice each; see
 test_memcheck.py.
@@ -12,17 +13,21 @@ from types import MappingProxyType
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.library.packed_attention import attend_by_groups, attend_packed
 from distmega.kernels.machines import H200
 from distmega.models.sampling import Sampling
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
+from tests.gpu import test_gemm, test_grouped_products, test_prefill
 from tests.gpu.engines import open_engine, random_model
 from tests.kernels.hopper.row_plan.test_expert_queues import layers
-from tests.kernels.row_programs import HEADS, PROGRAMS, attending, random_values
+from tests.kernels.records.programs import program_of, values_of
+from tests.kernels.row_programs import HEADS, PROGRAMS, attending, prompt, random_values
 
 MESH = DeviceMesh(tp=1)
 OVERRUN = "overrun"
@@ -40,14 +45,18 @@ def overrun() -> None:
     torch.cuda.synchronize()
 
 
-def run_program(make: Callable[[], Program], device: str = "cuda:0") -> None:
+def run_program(
+    make: Callable[[], Program],
+    device: str = "cuda:0",
+    values_of: Callable[[Program], Mapping[str, Tensor]] = random_values,
+) -> None:
     """Two calls. Without replay, since a graph can't be captured where memory is not cached."""
     program = make()
     plan = plan_program(program, MESH, H200)
     step = CompiledProgram(
         plan, SingleCommunicator(MESH), device, warm=True, replay=False, megakernel=True
     )
-    values = random_values(program)
+    values = values_of(program)
     for name, tensor in step.tensors.items():
         tensor.copy_(values[name])
     inputs = {t.name: values[t.name].to(device) for t in program.with_role("input")}
@@ -94,9 +103,57 @@ CASES: Mapping[str, Callable[[], None]] = MappingProxyType(
 )
 
 
+BY_RECORDS = ("odd_gate", "bf16"), ("batched", "bf16"), ("attended", "bf16"), ("states", "f32")
+SMALL: Mapping[str, tuple[str, Callable[[], None]]] = MappingProxyType(
+    {
+        "1 row": ("decode", partial(run_program, partial(attending, 1, 2, group=2))),
+        **{
+            f"{rows} rows": ("decode", partial(run_program, partial(attending, 1, 2, rows=rows)))
+            for rows in (4, 16, 64)
+        },
+        "rows of a prompt": ("decode", partial(run_program, partial(prompt, 5))),
+        "expert, 1 row": ("decode", partial(run_program, partial(layers, 1))),
+        "expert, 5 rows": ("decode", partial(run_program, partial(layers, 1, rows=5))),
+        **{
+            f"records, {kind}": (
+                "run_records",
+                partial(run_program, partial(program_of, kind, dtype), values_of=values_of),
+            )
+            for kind, dtype in BY_RECORDS
+        },
+        "matmul with a formula": (
+            "matmul_kernel",
+            partial(test_gemm.test_two_weights_become_one_column, 300, 392, 200, 128),
+        ),
+        "packed attention": (
+            "attend_rows",
+            partial(
+                test_prefill.test_packed_attention_is_that_of_float64, 64, 4, 300, attend_packed
+            ),
+        ),
+        "attention by groups": (
+            "attend_kernel",
+            partial(
+                test_prefill.test_packed_attention_is_that_of_float64, 64, 4, 300, attend_by_groups
+            ),
+        ),
+        "products of groups": (
+            "multiply_groups",
+            partial(
+                test_grouped_products.test_products_are_those_of_float64,
+                *("static", 700, 2, 5, 3, 5, 72, 200),
+            ),
+        ),
+        OVERRUN: ("decode", overrun),
+    }
+)
+"""Name -> a part of the names of the kernels to look at, and what runs them."""
+
+
 def main() -> None:
     for name in sys.argv[1:]:
-        CASES[name]()
+        run = CASES[name] if name in CASES else SMALL[name][1]
+        run()
         torch.cuda.synchronize()
         print(f"done: {name}", flush=True)
 

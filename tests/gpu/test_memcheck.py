@@ -1,20 +1,23 @@
-"""compute-sanitizer's memcheck finds nothing in the kernels of 1 to 16 rows.
+"""compute-sanitizer's memcheck finds nothing in our kernels: in a short program of each, each in a
+process of its own; in many of the kernels of 1 to 16 rows, several a process.
 
-First all programs run without it, beside each other, so that their kernels are compiled; then
-with it, several processes beside each other.
+First programs run without it, beside each other, so that their kernels are compiled; then with it.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
 
-from tests.gpu.memchecked import CASES, OVERRUN
+from tests.gpu.memchecked import CASES, OVERRUN, SMALL
 
 SANITIZER = shutil.which("compute-sanitizer")
 pytestmark = [
@@ -28,17 +31,62 @@ FOUND = 99
 LIMIT_S = 280
 
 
-def run(names: Sequence[str], *, checked: bool) -> subprocess.CompletedProcess[str]:
-    """The programs of these names in a process of their own."""
+def run(
+    names: Sequence[str], *, checked: bool, kernels: str = "decode", limit_s: float = LIMIT_S
+) -> subprocess.CompletedProcess[str]:
+    """The programs of these names in a process of their own. kernels: a part of the names of those
+    that are looked at.
+    """
     command = [sys.executable, "-m", "tests.gpu.memchecked", *names]
     if checked:
         assert SANITIZER is not None
-        options = ["--tool", "memcheck", "--kernel-name", "kernel_substring=decode"]
+        options = ["--tool", "memcheck", "--kernel-name", f"kernel_substring={kernels}"]
         command = [SANITIZER, *options, "--error-exitcode", str(FOUND), *command]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        command, env=env, capture_output=True, text=True, timeout=limit_s, check=False
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One of SMALL, run twice: without the checker, then with it. errors: its count, -1 where it
+    gave none; seconds: of either run.
+    """
+
+    name: str
+    errors: int
+    seconds: tuple[float, float]
+    text: str
+
+
+def check_one(name: str, limit_s: float = LIMIT_S) -> Checked:
+    """A program of SMALL; a run that lasts longer than its limit has no count."""
+    taken, text = [], ""
+    for checked in (False, True):
+        start = time.monotonic()
+        try:
+            done = run([name], checked=checked, kernels=SMALL[name][0], limit_s=limit_s)
+        except subprocess.TimeoutExpired as error:
+            return Checked(name, -1, (*taken, limit_s, limit_s)[:2], f"{error}")
+        taken.append(round(time.monotonic() - start, 1))
+        text = describe([name], done)
+    found = re.search(r"ERROR SUMMARY: (\d+) error", text)
+    ended = name == OVERRUN or f"done: {name}" in text
+    errors = int(found[1]) if found and ended else -1
+    return Checked(name, errors, (taken[0], taken[1]), text)
+
+
+def check_each(limit_s: float = LIMIT_S) -> list[Checked]:
+    """All of SMALL, beside each other."""
+    with ThreadPoolExecutor(len(SMALL)) as pool:
+        return list(pool.map(partial(check_one, limit_s=limit_s), SMALL))
+
+
+def table_of(found: Sequence[Checked]) -> str:
+    """A line a program: its name, errors, seconds without and with the checker."""
+    lines = [f"{one.name:24} {one.errors:6} {one.seconds[0]:6} {one.seconds[1]:6}" for one in found]
+    return "\n".join(["program                  errors   run  check", *lines])
 
 
 def groups(num: int) -> list[list[str]]:
@@ -55,6 +103,13 @@ def test_the_checker_sees_a_write_behind_memory():
     done = run([OVERRUN], checked=True)
     assert done.returncode == FOUND, describe([OVERRUN], done)
     assert "Invalid __global__ write" in done.stdout
+
+
+def test_a_program_of_each_kernel_stays_within_its_memory():
+    found = check_each()
+    print(table_of(found))
+    wrong = [one.text for one in found if (one.errors != 0) != (one.name == OVERRUN)]
+    assert not wrong, "\n".join([table_of(found), *wrong])
 
 
 def test_nothing_is_read_or_written_out_of_bounds():

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from distmega.compiled import CompiledProgram
+from distmega.errors import HangError
 from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.machines import H200
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
@@ -15,6 +18,7 @@ from tests.multigpu.ranks import ON_GPUS
 
 HERE = "tests.multigpu.test_records"
 NUM_CALLS = 500
+LIMIT_S = 2.0
 
 
 def summed() -> tuple[Program, dict[str, Layout]]:
@@ -39,26 +43,75 @@ def shared_out() -> tuple[Program, dict[str, Layout]]:
     return p.build(best, z), layouts | {"z": shard(0, "tp"), "v": shard(0, "tp")}
 
 
+def differs(found: dict[str, Tensor], expected: dict[str, Tensor], most: float) -> str:
+    """Which elements of which outputs are further apart, and what they are; "" if none is."""
+    lines = []
+    for name, x in found.items():
+        wanted, x = expected[name].cpu().double(), x.cpu().double()
+        wrong = ~torch.isclose(x, wanted, rtol=most, atol=most, equal_nan=True)
+        if bool(wrong.any()):
+            at = wrong.nonzero()
+            some = [
+                (tuple(i), x[tuple(i)].item(), wanted[tuple(i)].item()) for i in at[:6].tolist()
+            ]
+            lines.append(f"{name}: {len(at)} of {x.numel()}, (index, found, expected) {some}")
+    return "; ".join(lines)
+
+
 def run_records(comm: Communicator) -> None:
-    """Values of the library's ops on one rank, the same bits on all ranks and in all calls."""
+    """Values of the library's ops on one rank, the same bits in all calls; first node by node, then
+    in a graph, so that a failure says where it began.
+    """
     device = str(torch.get_default_device())
     for program, layouts in (summed(), shared_out()):
         with torch.device("cpu"):
             values = values_of(program)
             expected = expected_of(program, values)
         plan = plan_program(program, comm.mesh, H200, layouts)
-        step = CompiledProgram(plan, comm, device, megakernel=True)
-        assert (step.stats.num_megakernels, step.stats.num_library_ops) == (1, 0)
-        parts = step.parts({name: x.to(device) for name, x in values.items()})
-        first = {name: x.clone() for name, x in step(parts).items()}
-        wholes = step.parts({name: expected[name].to(device) for name in program.outputs})
-        for name, x in first.items():
-            torch.testing.assert_close(x, wholes[name], rtol=1e-4, atol=1e-4)
-        for _ in range(NUM_CALLS):
-            found = step(parts)
-        assert all(torch.equal(found[name], x) for name, x in first.items())
-        assert step.stats.replayed, step.stats.reason
-        step.wait()
+        for replay, num_calls in ((False, 7), (True, NUM_CALLS)):
+            step = CompiledProgram(plan, comm, device, megakernel=True, replay=replay)
+            where = f"{program.name} on rank {comm.rank}, replay={replay}"
+            assert (step.stats.num_megakernels, step.stats.num_library_ops) == (1, 0), where
+            parts = step.parts({name: x.to(device) for name, x in values.items()})
+            first = {name: x.clone() for name, x in step(parts).items()}
+            step.wait()
+            wholes = step.parts({name: expected[name].to(device) for name in program.outputs})
+            assert not (text := differs(first, wholes, 1e-4)), f"{where}, first call: {text}"
+            for n in range(num_calls):
+                found = step(parts)
+                # between calls that are queued one behind the other, some are looked at
+                if n in (0, 1, num_calls - 1):
+                    text = differs(found, first, 0.0)
+                    assert not text, f"{where}, call {n + 2}: {text}"
+            assert step.stats.replayed == replay, f"{where}: {step.stats.reason}"
+            step.wait()
+
+
+def run_without_one(comm: Communicator) -> None:
+    """A rank makes a call that the others leave out: it hears of its hang, and they of nothing."""
+    device = str(torch.get_default_device())
+    program, layouts = summed()
+    with torch.device("cpu"):
+        values = values_of(program)
+    soon = NcclCommunicator(comm.mesh, comm.rank, LIMIT_S)
+    step = CompiledProgram(
+        plan_program(program, comm.mesh, H200, layouts), soon, device, megakernel=True, replay=False
+    )
+    parts = step.parts({name: x.to(device) for name, x in values.items()})
+    step(parts)
+    step.wait()
+    comm.barrier()
+    if comm.rank == 0:
+        step(parts)
+        torch.cuda.synchronize()
+        with pytest.raises(HangError, match=r"of team rank 0: .* from team rank 1, at \d+ of \d+"):
+            step.wait()
+    comm.barrier()
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+def test_a_rank_that_does_not_come_is_named(run_ranks, device: str, num_ranks: int):
+    run_ranks(f"{HERE}:run_without_one", device, num_ranks)
 
 
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
