@@ -95,21 +95,47 @@ def count_blocks(state, batch, step, window, HEADS: gl.constexpr):
 
 @gluon.jit
 def first_piece(state, batch, step, window, total, sm, num_sms, HEADS: gl.constexpr):
-    """Where the share of an SM begins: (sequence, head, block), and the blocks in it."""
+    """Where the share of an SM begins: (sequence, head, block), the blocks in it, and its place in
+    the line. Where that gives no SM more than SPARE_BLOCKS more than others, as many SMs as there
+    are have each sequence and head, an equal part of its blocks each, and what stands for the place
+    is their number, less than 0: a second piece takes an SM longer than a few more blocks.
+    """
     sharing = gl.minimum(total, num_sms)
     start = sm * total // sharing
     left = gl.where(sm < sharing, (sm + 1) * total // sharing - start, 0)
     sequence = 0
     before = 0
     passed = 0
+    longest = 0
     for s in range(batch):
         _, num_blocks = blocks_of(state, s, step, window)
+        longest = gl.maximum(longest, num_blocks)
         passed += num_blocks * HEADS
         is_past = (passed <= start) & (s + 1 < batch)
         sequence = gl.where(is_past, s + 1, sequence)
         before = gl.where(is_past, passed, before)
+    each = num_sms // (batch * HEADS)
+    shared = gl.maximum(each, 1)
+    is_even = (each > 0) & (part_of(longest, shared) - total // num_sms <= SPARE_BLOCKS)
+    pair = sm // shared
+    is_used = pair < batch * HEADS
+    of_pair = gl.where(is_used, pair // HEADS, 0)
+    sequence = gl.where(is_even, of_pair, sequence)
     _, num_blocks = blocks_of(state, sequence, step, window)
-    return sequence, (start - before) // num_blocks, (start - before) % num_blocks, left, start
+    part = part_of(num_blocks, shared)
+    own = sm % shared * part
+    most = gl.where(is_used, gl.maximum(gl.minimum(num_blocks - own, part), 0), 0)
+    head = gl.where(is_even, pair % HEADS, (start - before) // num_blocks)
+    block = gl.where(is_even, own, (start - before) % num_blocks)
+    left = gl.where(is_even, most, left)
+    return sequence, head, block, left, gl.where(is_even, -shared, start)
+
+
+@gluon.jit
+def part_of(num_blocks, sharing):
+    """Blocks that each of `sharing` SMs has of a sequence and head, but for the last that has some.
+    """
+    return (num_blocks + sharing - 1) // sharing
 
 
 @gluon.jit
@@ -663,6 +689,10 @@ def attention_task(
             pair = start - block
             first_sm = ((pair + 1) * sharing - 1) // total
             last_sm = ((pair + num_blocks) * sharing - 1) // total
+            if start < 0:
+                part = part_of(num_blocks, -start)
+                first_sm = sm - block // part
+                last_sm = first_sm + part_of(num_blocks, part) - 1
             if seen == last_sm - first_sm:
                 cta_barrier()
                 gl.store(arrival, 0)
