@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distmega.engine.agreement import on_all_ranks, require_equal
+from distmega.engine.ranks.agreement import on_all_ranks, require_equal
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import HangError, ProgramError, RankFailure, UnsupportedError

@@ -2,5 +2,5 @@
 
 A model's configuration and a RankContext come in; tokens and logits go out. Start at engine.py;
 what is decided before any weight is read is in decode_plan.py, what launchers call by name in
-jobs.py.
+ranks/jobs.py.
 """

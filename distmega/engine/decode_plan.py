@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import dropwhile
 
 from distmega.collecting import gc_paused
-from distmega.engine.predict import predict_us
 from distmega.engine.requests import DEFAULT_CONTEXT, EngineOptions, Experts
 from distmega.errors import PlanError, RequestError, argument
 from distmega.hostir.ir.nodes import HostProgram
@@ -45,6 +44,7 @@ from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.overlap.pairs import BY_LIBRARY
 from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.search.cost import H200_DEVICE, Machine
+from distmega.sharding.search.predict import predict_us
 from distmega.sharding.stages import AXIS, Stage, cut_positions, split_stages
 from distmega.superopt.rules import RewriteRule, shipped_rules
 

@@ -14,7 +14,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distmega.engine.agreement import on_all_ranks, require_agreement, share_memory
 from distmega.engine.calls import Calls, require_tokens
 from distmega.engine.decode_plan import (
     DecodePlan,
@@ -27,6 +26,7 @@ from distmega.engine.decode_plan import (
 from distmega.engine.kept_plans import NOTHING_KEPT, open_plans
 from distmega.engine.library_steps import LibrarySteps
 from distmega.engine.prefill import Prefills
+from distmega.engine.ranks.agreement import on_all_ranks, require_agreement, share_memory
 from distmega.engine.requests import EngineOptions
 from distmega.engine.soundness import explain_unsound, is_sound
 from distmega.engine.steps_ahead import decode_ahead, last_logits

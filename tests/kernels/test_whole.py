@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distmega.compiled import CompiledProgram, compile_plan
-from distmega.engine.agreement import require_equal
+from distmega.engine.ranks.agreement import require_equal
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import LaunchError, ProgramError, RankFailure, UnsupportedError
 from distmega.hostir.comm.communicator import SingleCommunicator

@@ -10,7 +10,6 @@ import torch
 
 from distmega.engine.decode_plan import kv_copies_to_try, lower_decode, model_mesh, plan_decode
 from distmega.engine.engine import Engine
-from distmega.engine.predict import predict_us
 from distmega.engine.requests import EngineOptions
 from distmega.errors import PlanError
 from distmega.hostir.comm.communicator import SingleCommunicator
@@ -22,6 +21,7 @@ from distmega.models.weights.random_source import RandomReader
 from distmega.models.weights.tensors import weight_specs
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
+from distmega.sharding.search.predict import predict_us
 from distmega.sources.copied_source import open_copies
 from distmega.sources.load import open_model
 

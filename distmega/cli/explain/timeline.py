@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from distmega.cli.explain.facts import PredictedSpan
-from distmega.engine.predict import local_op_us
 from distmega.hostir.ir.nodes import (
     Collective,
     EndCoalescing,
@@ -31,6 +30,7 @@ from distmega.hostir.ir.nodes import (
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.program.kinds import kind_of
 from distmega.sharding.search.cost import Machine, collective_time_us
+from distmega.sharding.search.predict import local_op_us
 
 
 def predict_timeline(
