@@ -5,12 +5,12 @@ and torch's own CUDA graph of the same ops, alternating.
 
 Five processes time every case by GPU events, calls queued, in turns; records hold the medians of
 the processes. They set up a case at the same time, then one after the other measures alone: see
-Turns. Torch compiles before that, each case in a process of its own, and keeps what it compiles.
-The floor is what a GPU needs to read its weights and states, or for its products if that is longer,
-at rates measured in the same process. The host's time of a call, while the GPU is at rest, stands
-apart in its own file. Weights are random, bf16. Over ranks the peers are torch with NCCL in a CUDA
-graph, compiled or not. Writes bench/results/programs-<device>.json and
-programs-host-<device>.json.
+Turns. Torch compiles before that, each case in a process of its own, and keeps what it compiles;
+a single process (--processes 1) compiles for itself. The floor is what a GPU needs to read its
+weights and states, or for its products if that is longer, at rates measured in the same process.
+The host's time of a call, while the GPU is at rest, stands apart in its own file. Weights are
+random, bf16. Over ranks the peers are torch with NCCL in a CUDA graph, compiled or not. Writes
+bench/results/programs-<device>.json and programs-host-<device>.json.
 """
 
 import argparse
@@ -669,9 +669,12 @@ def main() -> None:
 def run_cases(
     cases: Sequence[str], num_ranks: int, into: Path, store: str, options: argparse.Namespace
 ) -> set[str]:
-    """Compiles and measures cases of as many ranks; those that failed."""
+    """Compiles and measures cases of as many ranks; those that failed. One process that measures
+    finds nothing that another has compiled, so none does that before.
+    """
     failed: set[str] = set()
-    for start in range(0, len(cases) if options.compiles else 0, options.at_once):
+    compiles_apart = options.compiles > 0 and options.processes != 1
+    for start in range(0, len(cases) if compiles_apart else 0, options.at_once):
         jobs = compiling(cases[start : start + options.at_once], num_ranks, into, store)
         failed |= run_jobs(jobs, all_or_none=False)
     left = [case for case in cases if case not in failed]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import programs
 from bench.programs import (
     CASES,
     GRAPH,
@@ -31,6 +32,7 @@ from bench.programs import (
     mixer,
     parse_case,
     records,
+    run_cases,
     run_jobs,
 )
 from bench.turns import Turns
@@ -138,6 +140,27 @@ def test_what_is_compiled_first_is_a_process_a_case():
         (("a",), 0, True),
         (("b",), 0, True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("processes", "compiles", "rounds"),
+    [(2, 1, [0, 0, 9, 9, 9, 9]), (1, 1, [9, 9]), (1, 0, [9, 9]), (0, 1, [0, 0])],
+)
+def test_a_single_process_compiles_for_itself(
+    processes: int, compiles: int, rounds: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    """Rounds of all processes that run, in order; without rounds one only compiles."""
+    ran: list[Job] = []
+
+    def note(jobs: list[Job], *, all_or_none: bool) -> set[str]:
+        ran.extend(jobs)
+        return set()
+
+    monkeypatch.setattr(programs, "run_jobs", note)
+    options = argparse.Namespace(processes=processes, compiles=compiles, at_once=5, rounds=9)
+    assert not run_cases(["a", "b"], 2, Path("lines"), "store", options)
+    assert [job.rounds for job in ran] == rounds
+    assert any(job.with_compile for job in ran) == bool(compiles)
 
 
 def test_processes_set_up_together_and_measure_alone(
