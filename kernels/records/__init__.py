@@ -2,6 +2,6 @@
 
 In: a Megakernel, whose queues the CPU interpreter runs too, word by word. Out: a runner on one GPU.
 It is for what the kernels of rows (hopper/) do not take and a caller wants as one launch all the
-same: it reads each operand element by element, by any strides, and is slower than library ops where
-there is much to multiply. Read specs.py first, then kernel.py.
+same: products of many rows and half types by tiles of tensor cores, all else element by element, by
+any strides, slower than library ops. Read specs.py first, then kernel.py.
 """

@@ -23,6 +23,12 @@ from distmega.kernels.records.words import (
     write,
 )
 
+SUMMED: tl.constexpr = tl.constexpr(64)
+"""Elements of a sum that tensor cores are given together."""
+HALF_BYTES = 2
+STAGE_BYTES = 160 * 1024
+"""Of the SM's shared memory, for blocks of sums."""
+
 
 @triton.constexpr_function
 def by_halves(spec: RecordSpec):
@@ -66,8 +72,78 @@ def products_of(x, w, total, mask_x, mask_w, spec: tl.constexpr):
     return total + tl.sum(left[:, :, None] * right[None, :, :], 1)
 
 
+@triton.constexpr_function
+def by_tensor_cores(spec: RecordSpec):
+    """Whether loads are compiled for its very strides."""
+    return bool(spec.steps)
+
+
+@triton.constexpr_function
+def step_of(spec: RecordSpec, nth):
+    return spec.steps[nth]
+
+
+@triton.constexpr_function
+def unit_of(spec: RecordSpec, nth):
+    return spec.units[nth]
+
+
+@triton.constexpr_function
+def num_stages(spec: RecordSpec):
+    """Blocks of the sum that are on their way, as many as the SM's memory holds."""
+    block = sum(spec.widths) * SUMMED.value * HALF_BYTES
+    return min(6, STAGE_BYTES // block)
+
+
+@triton.jit
+def tiled(record, arenas, spec: tl.constexpr):
+    """A Linear by tiles: loads are asynchronous, several blocks of the sum ahead."""
+    x = operand(record, arenas, spec, "x", unit_of(spec, 3))
+    w = operand(record, arenas, spec, "w", unit_of(spec, 4))
+    out = operand(record, arenas, spec, "out", unit_of(spec, 5))
+    # the compiler sees that masks do not part what is loaded at once
+    num_m = number(record, spec, "m") // unit_of(spec, 0) * unit_of(spec, 0)
+    num_n = number(record, spec, "n") // unit_of(spec, 1) * unit_of(spec, 1)
+    num_k = number(record, spec, "k") // unit_of(spec, 2) * unit_of(spec, 2)
+    rows, columns = tl.arange(0, tile_m(spec)), tl.arange(0, tile_n(spec))
+    depth = tl.arange(0, SUMMED)
+    for m0 in range(0, num_m, tile_m(spec)):
+        m = m0 + rows
+        for n0 in range(0, num_n, tile_n(spec)):
+            n = n0 + columns
+            total = tl.full([tile_m(spec), tile_n(spec)], 0.0, tl.float32)
+            for k0 in tl.range(0, num_k, SUMMED, num_stages=num_stages(spec)):
+                k = k0 + depth
+                left = tl.load(
+                    x + (m * step_of(spec, 0))[:, None] + (k * step_of(spec, 1))[None, :],
+                    mask=(m < num_m)[:, None] & (k < num_k)[None, :],
+                    other=0.0,
+                )
+                right = tl.load(
+                    w + (k * step_of(spec, 3))[:, None] + (n * step_of(spec, 2))[None, :],
+                    mask=(k < num_k)[:, None] & (n < num_n)[None, :],
+                    other=0.0,
+                )
+                total = tl.dot(left, right, total)
+            if has(spec, "bias"):
+                bias = operand(record, arenas, spec, "bias")
+                step = number(record, spec, "bias_stride")
+                total += read(bias + n * step, n < num_n, spec, "bias")[None, :].to(tl.float32)
+            to = out + (m * step_of(spec, 4))[:, None] + (n * step_of(spec, 5))[None, :]
+            write(to, total, (m < num_m)[:, None] & (n < num_n)[None, :], spec, "out")
+
+
 @triton.jit
 def linear(record, arenas, spec: tl.constexpr):
+    if by_tensor_cores(spec):
+        tiled(record, arenas, spec)
+    else:
+        in_any_order(record, arenas, spec)
+
+
+@triton.jit
+def in_any_order(record, arenas, spec: tl.constexpr):
+    """A Linear of any types and strides."""
     x, w = operand(record, arenas, spec, "x"), operand(record, arenas, spec, "w")
     out, num_m = operand(record, arenas, spec, "out"), number(record, spec, "m")
     num_n, num_k = number(record, spec, "n"), number(record, spec, "k")

@@ -6,6 +6,7 @@ type they are, a formula, a way of combining; extents, strides and bases stay in
 words. Next on the walk: words.py.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from distmega.kernels.isa.opcodes import (
     SCANS,
     ExtraOperand,
     Instruction,
+    Linear,
     Ref,
 )
 from distmega.program.expr import Expr
@@ -43,6 +45,8 @@ BODIES: frozenset[type[Instruction]] = frozenset(
 NO_WORK = (opcodes.Nop, opcodes.ExtraOperand)
 MOST_TILED = 64
 """Rows and columns of a product that an SM makes together, at most."""
+LEAST_TILED, MOST_M, MOST_N = 64, 128, 256
+"""Rows and columns of those by tensor cores, at least and at most."""
 IDLE = -1
 """The spec of a record that only waits and signals."""
 
@@ -62,7 +66,10 @@ class RecordSpec:
     operands: in the order of fields, None where there is none; extra: those of the ExtraOperands
     before. way: the name of what combines, normalises or scans, "" for others. formula: of a
     Pointwise. widths: powers of two at least as large as the rows that stay in registers as a
-    whole; rows and columns of the tiles of a product. others: bits of what an Attend takes.
+    whole; rows and columns of the tiles of a product. others: bits of what an Attend takes. steps:
+    strides of a product that is made by tiles of tensor cores, so that its loads are compiled as
+    wide as they may be; () for others. units: powers of two that divide its m, n, k and the first
+    elements of x, w and out.
     """
 
     opcode: str
@@ -72,6 +79,8 @@ class RecordSpec:
     formula: Expr | None = None
     widths: tuple[int, ...] = ()
     others: int = 0
+    steps: tuple[int, ...] = ()
+    units: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +125,8 @@ def spec_of(
     )
     way, formula, others = "", None, 0
     widths: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    units: tuple[int, ...] = ()
     match instruction:
         case opcodes.Reduce(combine=number) | opcodes.SumRanks(combine=number):
             way = COMBINES[number]
@@ -125,6 +136,11 @@ def spec_of(
             way = SCANS[number]
         case opcodes.Pointwise(expr=start):
             formula = unpack_expression(constants, start)
+        case opcodes.Linear() if _by_tensor_cores(instruction):
+            widths = _width(instruction.m, MOST_M), _width(instruction.n, MOST_N)
+            steps = *instruction.x_strides, *instruction.w_strides, *instruction.out_strides
+            firsts = (ref.first for ref in (instruction.x, instruction.w, instruction.out))
+            units = tuple(map(_unit, (instruction.m, instruction.n, instruction.k, *firsts)))
         case opcodes.Linear(m=m, n=n) | opcodes.Contract(m=m, n=n):
             widths = min(_padded(m), MOST_TILED), min(_padded(n), MOST_TILED)
         case opcodes.Attention(d=d, e=e):
@@ -139,7 +155,27 @@ def spec_of(
         formula=formula,
         widths=widths,
         others=others,
+        steps=steps,
+        units=units,
     )
+
+
+def _by_tensor_cores(one: Linear) -> bool:
+    """Whether a product is large enough for tiles, of one half type, and each operand's elements
+    lie side by side.
+    """
+    halves = one.x.dtype == one.w.dtype and one.x.dtype in ("bf16", "f16")
+    packed = 1 in one.x_strides and 1 in one.w_strides and min(one.x_strides + one.w_strides) >= 0
+    return halves and packed and min(one.m, one.n, one.k) >= LEAST_TILED
+
+
+def _width(extent: int, most: int) -> int:
+    return min(max(LEAST_TILED, _padded(extent)), most)
+
+
+def _unit(number: int) -> int:
+    """The largest power of two up to 8 that divides a number."""
+    return math.gcd(number, 8)
 
 
 def _type_of(ref: Ref | None) -> OperandType | None:

@@ -118,18 +118,20 @@ def real(record, spec: tl.constexpr, field: tl.constexpr):
 
 
 @triton.jit
-def typed(arena, word, dtype: tl.constexpr):
-    """The first element of an operand whose two words begin at `word`."""
+def typed(arena, word, dtype: tl.constexpr, unit: tl.constexpr = 1):
+    """The first element of an operand whose two words begin at `word`; unit: a power of two that
+    divides its place, as the compiler is to know.
+    """
     base = tl.load(word).to(tl.int64) * ALIGNED
     pointer = (arena + base).to(tl.pointer_type(dtype), bitcast=True)
-    return pointer + tl.load(word + 1)
+    return pointer + tl.load(word + 1) // unit * unit
 
 
 @triton.jit
-def operand(record, arenas, spec: tl.constexpr, field: tl.constexpr):
-    """Pointer to the first element of an operand."""
+def operand(record, arenas, spec: tl.constexpr, field: tl.constexpr, unit: tl.constexpr = 1):
+    """Pointer to the first element of an operand; unit: as of `typed`."""
     word = record + word_of(opcode_of(spec), field)
-    return typed(arenas[space_of(spec, field)], word, element_type(spec, field))
+    return typed(arenas[space_of(spec, field)], word, element_type(spec, field), unit)
 
 
 @triton.jit

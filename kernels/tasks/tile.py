@@ -2,13 +2,15 @@
 
 In: a segment, the number of workers (SMs), and the machine. Out: one TaskGroup an op, views
 excepted, in program order. A linear is cut into ranges of weight rows that give every worker the
-same bytes. Everything else is small in decoding: it is cut only into as many tasks as are worth
-starting, each one box of the iteration space. Reduced, scattered and looked-up axes stay whole
-inside a task. Next on the walk: graph.py.
+same bytes; one of many rows into tiles of rows and columns, of the size that is done first.
+Everything else is small in decoding: it is cut only into as many tasks as are worth starting, each
+one box of the iteration space. Reduced, scattered and looked-up axes stay whole inside a task. Next
+on the walk: graph.py.
 """
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +29,16 @@ MIN_TASK_BYTES = 16 * 1024
 """Tasks that touch less than this are merged: half a microsecond of one SM of an H200, where a
 dependency between SMs costs two."""
 
+TILE_ROWS = 64, 128
+TILE_COLUMNS = 64, 128, 256
+"""Sizes of the tiles that products of at least the least of both are cut into."""
+MULTIPLIES = 1536
+"""Products of half types that an SM of an H200 adds up in a clock."""
+LOADS_ELEMENTS = 20
+"""Elements of them that it gets from the L2 cache meanwhile, while all SMs read."""
+FILL = 32
+"""What starting and storing a tile costs, in elements of a sum."""
+
 ROLES: tuple[Role, ...] = ("input", "weight", "state", "temp")
 
 _WHOLE_HEADS = {
@@ -44,7 +56,9 @@ def tile_segment(
     min_task_bytes: int = MIN_TASK_BYTES,
     row_multiple: int = ROW_MULTIPLE,
 ) -> tuple[TaskGroup, ...]:
-    """Task groups of all ops but views, at most about `num_sms` tasks each."""
+    """Task groups of all ops but views, at most about `num_sms` tasks each, products of many rows
+    excepted.
+    """
     tensors = segment.tensor_map()
     footprints = Footprints(segment)
     groups = []
@@ -54,7 +68,7 @@ def tile_segment(
         wanted = min(num_sms, max(1, accessed_bytes(op, tensors) // min_task_bytes))
         if _is_inplace(op, footprints):
             wanted = 1
-        splits = _splits(op, wanted, row_multiple)
+        splits = _tiles(op, num_sms) or _splits(op, wanted, row_multiple)
         groups.append(TaskGroup(op=op, splits=splits, all_ranks=kind_of(op).writes_peers))
     return tuple(groups)
 
@@ -141,6 +155,33 @@ def _splits(op: Op, wanted: int, row_multiple: int) -> tuple[RangeSplit, ...]:
         splits += cut
         wanted = math.ceil(wanted / math.prod(split.num_tiles for split in cut))
     return splits
+
+
+def _tiles(op: Op, num_sms: int) -> tuple[RangeSplit, ...]:
+    """Tiles of rows and columns of a product that has enough of both; none for other ops."""
+    if not contracts(op):
+        return ()
+    extents = {a.name: a.extent for a in op.axes if a.role == "parallel" and not a.lookup}
+    x, w = ([n for i in read.dims for n in i.axes if n in extents] for read in op.reads[:2])
+    sides = [tuple(n for n in x if n not in w), tuple(n for n in w if n not in x)]
+    if set(x) & set(w):
+        return ()
+    num_m, num_n = (math.prod(extents[n] for n in side) for side in sides)
+    if num_m < TILE_ROWS[0] or num_n < TILE_COLUMNS[0]:
+        return ()
+    depth = math.prod(a.extent for a in op.axes if a.role == "reduce")
+
+    def cost(tile: tuple[int, int]) -> float:
+        m, n = tile
+        turns = math.ceil(math.ceil(num_m / m) * math.ceil(num_n / n) / num_sms)
+        return turns * (depth + FILL) * max(m * n / MULTIPLIES, (m + n) / LOADS_ELEMENTS)
+
+    best = min(product(TILE_ROWS, TILE_COLUMNS), key=cost)
+    return tuple(
+        RangeSplit(axes=side, bounds=(*range(0, extent, size), extent))
+        for side, extent, size in zip(sides, (num_m, num_n), best, strict=True)
+        if extent > size
+    )
 
 
 def _contiguous(op: Op) -> set[str]:

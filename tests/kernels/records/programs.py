@@ -52,6 +52,17 @@ def readme_mlp(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
     return [p.linear(h, p.weight("down", (512, 2048), dtype))]
 
 
+def tiled(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
+    """Products by tiles of tensor cores, whose edges are cut: also of an operand that lies by
+    columns, and into one.
+    """
+    x, w = p.input("x", (140, 100), dtype), p.weight("w", (200, 100), dtype)
+    h = p.linear(x, w, p.weight("b", (200,), dtype))
+    turned = p.transpose(h, (1, 0), view=True)
+    down = p.linear(turned, p.weight("down", (72, 140), dtype))
+    return [h, p.transpose(down, (1, 0))]
+
+
 def odd_gate(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
     x = p.input("x", (3, 61), dtype)
     h = p.rms_norm(x, p.weight("n", (61,), dtype), 1e-5)
@@ -199,7 +210,7 @@ KINDS: Mapping[str, tuple[Make, Sequence[str]]] = MappingProxyType({
     for make, dtypes in (
         (linear, ("f32", "bf16", "f16", "f64")), (whole_linear, ("i32", "i64")),
         (batched, ("f32", "bf16")), (several_sums, ("f32", "bf16")),
-        (readme_mlp, ("f32", "bf16")), (odd_gate, ("f32", "bf16", "f16")),
+        (readme_mlp, ("f32", "bf16")), (tiled, ("bf16", "f16")), (odd_gate, ("f32", "bf16", "f16")),
         (broadcast, ("f32", "bf16", "i32", "i64", "f64")), (functions, ("f32", "f64")),
         (mixed_types, ("f32",)), (reductions, ("f32", "bf16", "i64")),
         (normed, ("f32", "bf16", "f64")), (scans, ("f32", "f16", "i64")),

@@ -15,6 +15,7 @@ from distmega.kernels.records.kernel import run_records
 from distmega.kernels.records.runner import RecordRunner
 from distmega.kernels.records.specs import find_specs
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
+from distmega.kernels.tasks.tile import tile_segment, verify_groups
 from distmega.kernels.whole import WholePlan, plan_whole
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
@@ -31,7 +32,7 @@ NUM_SMS = 12
 MESH = DeviceMesh(tp=1)
 SHORT = "broadcast", "i32"
 SPILLED_BYTES = 48
-BY_DAY = "whole_linear:i64", "states:f32", "looked_up:f32"
+BY_DAY = "whole_linear:i64", "tiled:bf16", "states:f32", "looked_up:f32"
 
 
 @pytest.mark.parametrize(
@@ -132,6 +133,23 @@ def test_a_kernel_compiles_for_hopper_without_a_spill(kind, monkeypatch):
 def test_tensors_of_a_runner_are_where_they_belong_by_any_default_device(monkeypatch):
     """Where a GPU is torch's default, memory of the host was asked of it: two ranks failed so."""
     assert compiled("odd_gate", "bf16", monkeypatch, default="meta").stack_bytes == 0
+
+
+def test_products_by_tiles_load_asynchronously(monkeypatch):
+    code = compiled("tiled", "bf16", monkeypatch)
+    assert code.stack_bytes == 0
+    assert "wgmma.mma_async" in code.ptx
+    assert "cp.async.c" in code.ptx
+
+
+def test_large_products_are_cut_by_rows_and_columns():
+    p = ProgramBuilder("large")
+    x = p.linear(p.input("x", (256, 512), "bf16"), p.weight("w", (2048, 512), "bf16"))
+    (group,) = tile_segment(p.build(x), 132)
+    rows, columns = group.splits
+    assert len(rows.axes) == len(columns.axes) == 1
+    assert 64 < group.num_tasks <= 132
+    verify_groups(p.build(x), [group])
 
 
 NIGHTLY = [pytest.param(*name, marks=pytest.mark.nightly) for name in NAMES if name != SHORT]
