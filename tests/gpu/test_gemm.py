@@ -8,6 +8,8 @@ from distmega.kernels import matmul
 from distmega.kernels.gemm.api import mix_columns
 from distmega.kernels.gemm.times.matmul_ways import STAGES
 from distmega.kernels.gemm.times.tile_times import Tiles
+from distmega.kernels.pipelined.api import normalise_rows
+from distmega.kernels.pipelined.norms import norms
 from distmega.program.expr import parse
 
 pytestmark = pytest.mark.gpu
@@ -43,6 +45,37 @@ def test_any_extents(rows, columns, depth, tile_n):
 def test_any_group(group):
     a, b = integers(1000, 256, seed=1), integers(3000, 256, seed=2)
     assert torch.equal(run(a, b, 256, group), (a.float() @ b.float().T).bfloat16())
+
+
+def norms_and_products(x: Tensor, w: Tensor) -> Tensor:
+    """A chain in which each kernel reads what the one before it wrote, and writes over what an
+    earlier one read.
+    """
+    weight = torch.ones(x.shape[-1], device="cuda", dtype=torch.bfloat16)
+    for _ in range(20):
+        normed, _ = normalise_rows("rms", x, None, weight, None, 1e-5)
+        x = run(normed, w, 128)
+    return x
+
+
+def test_kernels_that_start_early_wait_for_what_they_read(monkeypatch: pytest.MonkeyPatch):
+    x, w = torch.randn(256, 768, device="cuda").bfloat16(), integers(768, 768, seed=2)
+    expected = [norms_and_products(x.roll(number, 0), w) for number in range(10)]
+    monkeypatch.setattr(launch, "EARLY", True)
+    monkeypatch.setattr(norms, "EARLY", True)
+    monkeypatch.setattr(norms, "_families", {})
+    given = x.clone()
+    assert torch.equal(norms_and_products(given, w), expected[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = norms_and_products(given, w)
+    for number in range(10):
+        given.copy_(x.roll(number, 0))
+        found.zero_()
+        graph.replay()
+        graph.replay()
+        assert torch.equal(found, expected[number])
 
 
 def test_operands_in_the_middle_of_others():
