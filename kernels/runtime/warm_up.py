@@ -29,7 +29,8 @@ def begin(device: torch.device, keep: Keep) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     if index in _begun:
         return
-    works = partial(_load_torch, torch.device("cuda", index)), partial(_load_triton, keep)
+    on_gpu = partial(_load_torch, torch.device("cuda", index))
+    works = on_gpu, _load_driver, partial(_load_key, keep)
     _begun[index] = [
         Thread(target=_run, args=(index, work), name="warm-up", daemon=True) for work in works
     ]
@@ -59,11 +60,15 @@ def _load_torch(device: torch.device) -> None:
     x.index_select(0, torch.zeros(len(x), dtype=torch.int64, device=device))  # few have another
 
 
-def _load_triton(keep: Keep) -> None:
+def _load_key(keep: Keep) -> None:
     if find_spec("triton") is not None:
         find_key(import_module("triton.runtime.cache"), keep)
-        driver: Any = import_module("triton.runtime.driver")
-        driver.active.utils  # noqa: B018  compiles and loads it
+
+
+def _load_driver() -> None:
+    if find_spec("triton") is not None:
+        runtime: Any = import_module("triton.runtime")
+        runtime.driver.active.utils  # noqa: B018  compiles and loads it
 
 
 def find_key(module: Any, keep: Keep) -> None:

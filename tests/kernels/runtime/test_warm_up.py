@@ -61,11 +61,12 @@ def test_threads_begin_once_and_their_errors_stay_theirs(monkeypatch: pytest.Mon
     monkeypatch.setattr(warm_up, "_begun", {})
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(warm_up, "_load_torch", load_torch)
-    monkeypatch.setattr(warm_up, "_load_triton", lambda keep: ran.append("triton"))
+    monkeypatch.setattr(warm_up, "_load_driver", lambda: ran.append("driver"))
+    monkeypatch.setattr(warm_up, "_load_key", lambda keep: ran.append("key"))
     for _ in range(2):
         warm_up.begin(torch.device("cuda", 3), keep)
     warm_up.finish()
-    assert sorted(ran) == ["torch cuda:3", "triton"]
+    assert sorted(ran) == ["driver", "key", "torch cuda:3"]
     assert not [one for one in threading.enumerate() if one.name == "warm-up"]
 
 
