@@ -1,7 +1,7 @@
 """Library ops of a host program on a GPU: the pipelined kernels for pointwise ops, norms and
 softmax, ugraphs/ for the graphs of rewrite rules, heads.py for rotations and caches,
 packed_attention.py for prompts, grouped_products.py and weighted_rows.py for experts,
-row_attention.py for decode steps, torch for the rest.
+row_attention.py for decode steps, row_maxima.py for their tokens, torch for the rest.
 
 Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluator is given. On
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
@@ -150,6 +150,8 @@ class KernelOps:
             return self._by_tiles(op, compile_op(op, coordinate))
         if op.kind == FUSED and has_triton():
             return compile_heads(op, lambda *given: late.move_heads(*given))
+        if op.kind == "argmax" and self._has_tiles:
+            return late.compile_argmax(op, coordinate, compile_op(op, coordinate))
         if op.kind == "attend" and self._has_tiles and _is_short(op):
             return late.compile_attend(op, result_order(op), compile_op(op, coordinate))
         if op.kind == "attention" and self._attends_packed(op, NO_TENSORS):

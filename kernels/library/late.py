@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from distmega.kernels.library.heads import append, move_heads, rotate
     from distmega.kernels.library.packed_attention import attend_packed
     from distmega.kernels.library.row_attention import attend_each
+    from distmega.kernels.library.row_maxima import compile_argmax
     from distmega.kernels.library.short_attention import compile_attend
     from distmega.kernels.library.tiled_products import compile_product
     from distmega.kernels.library.weighted_rows import add_weighted_rows
@@ -18,6 +19,7 @@ __all__ = [
     "append",
     "attend_each",
     "attend_packed",
+    "compile_argmax",
     "compile_attend",
     "compile_product",
     "grouped_linear",

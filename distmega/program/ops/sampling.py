@@ -129,13 +129,24 @@ def argmax_values(x: Any, base: int = 0, extent: int | None = None) -> tuple[Any
     x holds indices from `base` on; those not below `extent` are padding. With nothing but padding:
     least value, `base`.
     """
-    num_valid = x.shape[-1] if extent is None else max(0, min(x.shape[-1], extent - base))
+    num_valid = count_valid(x.shape[-1], base, extent)
     if num_valid:
         value, index = x[..., :num_valid].max(-1)
         return value, index + base
     least = -math.inf if x.is_floating_point() else -(1 << (8 * x.element_size() - 1))
     found = x.new_full(x.shape[:-1], least)
     return found, found.new_zeros(found.shape).long() + base
+
+
+def count_valid(num: int, base: int, extent: int | None) -> int:
+    """How many of `num` indices from `base` on are below `extent`, all of them where it is None."""
+    return num if extent is None else max(0, min(num, extent - base))
+
+
+def argmax_range(op: Op, coordinate: Coordinate) -> tuple[int, int | None]:
+    """The base and extent of argmax_values for an op of kind argmax."""
+    extent = int(str(op.get("extent", -1)))
+    return local_base(op, coordinate), None if extent < 0 else extent
 
 
 def top_values(x: Any, num_parts: int, num_top: int) -> Any:
@@ -201,8 +212,8 @@ def _add_noise(x: Any, heat: Any, seeds: Any, positions: Any, ids: Any) -> Any:
 
 
 def _argmax_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
-    base, extent = local_base(op, coordinate), int(str(op.get("extent", -1)))
-    return lambda x: argmax_values(x, base, None if extent < 0 else extent)
+    base, extent = argmax_range(op, coordinate)
+    return lambda x: argmax_values(x, base, extent)
 
 
 def _top_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
