@@ -105,10 +105,11 @@ class CompiledProgram:
         one persistent kernel a rank, which holds weights and states in memory of its own: weights
         are copied there when they are bound, states in each call and back, but for a program that
         is `warm`, whose states lie there; False for library ops; "auto" for a kernel on Hopper GPUs
-        where one can do the whole program and has its states, if there are any. UnsupportedError,
-        with True, names what no kernel does. rules: of superopt.rules.read_rules,
-        by which ops are replaced: in a megakernel by others that it does faster, or at all, else by
-        kernels of the rules' own; by default the shipped ones on GPUs, none on CPUs.
+        where one can do the whole program, not later than library ops as predicted, and has its
+        states, if there are any. UnsupportedError, with True, names what no kernel does. rules: of
+        superopt.rules.read_rules, by which ops are replaced: in a megakernel by others that it does
+        faster, or at all, else by kernels of the rules' own; by default the shipped ones on GPUs,
+        none on CPUs.
         """
         if not (isinstance(megakernel, bool) or megakernel == "auto"):
             raise ProgramError(
@@ -282,7 +283,7 @@ class CompiledProgram:
                     self.device,
                     self._rules,
                     most_rows,
-                    by_records=megakernel is True,
+                    forced=megakernel is True,
                 ),
             )
         except UnsupportedError as error:

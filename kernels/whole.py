@@ -34,6 +34,7 @@ from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import KernelRunner
 from distmega.kernels import late
 from distmega.kernels.cpu.runner import CpuMegakernel, gather_along, open_peers
+from distmega.kernels.hopper.batch_plan.row_attention import cached_late_us
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.plan.weight_order import order_weights
@@ -57,6 +58,10 @@ CPU_SMS = 8
 """Virtual SMs of a rank on a CPU."""
 MOST_INSTRUCTIONS = 1024
 """Of an op of a program that is asked to be one launch."""
+OP_US = 1.3
+"""That an op takes less in a kernel of the whole program than as one of library ops, of which some
+are joined: four layers with rows of 2048 on an H200, 89 us of 68 ops (docs/notes/batch.md).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,21 +154,25 @@ def plan_whole(
     rules: Sequence[RewriteRule] = (),
     most_rows: int = BATCH,
     *,
-    by_records: bool = False,
+    forced: bool = False,
 ) -> WholePlan:
     """What one kernel a rank is to do for a whole program; asks nothing of other ranks. rules: by
     which ops are replaced where the kernel is faster then, or only then can do the program.
-    most_rows: that a GPU's kernel takes, see build_batch_queues. by_records: whether a program
-    that the GPU's kernels of rows refuse is one of records, as on CPUs, slower than library ops.
+    most_rows: that a GPU's kernel takes, see build_batch_queues. forced: whether one launch is
+    asked for, even where library ops are faster: a program that the GPU's kernels of rows refuse
+    is one of records then, as on CPUs.
 
-    UnsupportedError names what no kernel does.
+    UnsupportedError names what no kernel does, or does later than library ops.
     """
     if device.type != "cuda":
         return _plan_records(local, comm, CPU_SMS, rules)
     try:
-        return _plan_rows(local, comm, device, rules, most_rows)
+        plan = _plan_rows(local, comm, device, rules, most_rows)
+        if not forced:
+            _require_sooner(plan, len(local.program.ops))
+        return plan
     except UnsupportedError as refused:
-        if by_records:
+        if forced:
             with suppress(UnsupportedError):
                 return _plan_records(local, comm, require_hopper(device), on_gpu=True)
         raise refused from None
@@ -319,6 +328,19 @@ def _require_whole_rows(queues: Queues, local: Localized) -> None:
             "each rank",
             expected="whole rows on all ranks, or ranks that gather them",
             remedy=f"replicate {queues.embed!r}, or leave out megakernel=True",
+        )
+
+
+def _require_sooner(plan: WholePlan, num_ops: int) -> None:
+    """Refuses what library ops, num_ops of them, do in less time, as predicted."""
+    late_us = cached_late_us(plan.queues) if isinstance(plan.queues, BatchQueues) else 0.0
+    saved_us = OP_US * num_ops
+    if late_us > saved_us:
+        raise UnsupportedError(
+            f"attention over a cache that rows share, predicted {late_us:.0f} us slower than "
+            f"library ops, where a kernel of the other {num_ops} ops saves {saved_us:.0f} us",
+            expected="a program that one kernel does sooner",
+            remedy="leave it to library ops, or ask for one launch by megakernel=True",
         )
 
 

@@ -48,20 +48,20 @@ def test_interpreted_records_give_what_torch_does(names: tuple[str, ...]) -> Non
     assert done.stdout.splitlines() == [f"{name} " for name in names], done.stderr[-2000:]
 
 
-def on_gpu(program: Program, monkeypatch: pytest.MonkeyPatch, *, by_records: bool) -> WholePlan:
+def on_gpu(program: Program, monkeypatch: pytest.MonkeyPatch, *, forced: bool) -> WholePlan:
     """The plan for an H200 of a few SMs."""
     monkeypatch.setattr(whole, "require_hopper", lambda device: NUM_SMS)
     monkeypatch.setattr("distmega.kernels.runners.require_hopper", lambda device: NUM_SMS)
     local = localize(plan_program(program, MESH, H200))
     comm = ThreadCommunicator(MESH, 0, Wires(MESH))
-    return plan_whole(local, comm, GPU, by_records=by_records)
+    return plan_whole(local, comm, GPU, forced=forced)
 
 
 def test_a_program_that_the_kernels_of_rows_refuse_has_the_queues_of_cpus(monkeypatch):
     program = program_of("batched", "bf16")
     with pytest.raises(UnsupportedError, match="does not fuse"):
-        on_gpu(program, monkeypatch, by_records=False)
-    plan = on_gpu(program, monkeypatch, by_records=True)
+        on_gpu(program, monkeypatch, forced=False)
+    plan = on_gpu(program, monkeypatch, forced=True)
     assert plan.queues is None
     assert plan.kernel is not None
     layouts = {"weights": plan.weights, "states": plan.states}
@@ -71,17 +71,17 @@ def test_a_program_that_the_kernels_of_rows_refuse_has_the_queues_of_cpus(monkey
 
 
 def test_a_program_that_they_take_is_theirs(monkeypatch):
-    plan = on_gpu(program_of("linear", "bf16"), monkeypatch, by_records=True)
+    plan = on_gpu(program_of("linear", "bf16"), monkeypatch, forced=True)
     assert plan.kernel is not None  # rows of 33 elements
     p = ProgramBuilder("rows")
     x = p.linear(p.input("x", (3, 64), "bf16"), p.weight("w", (96, 64), "bf16"))
-    plan = on_gpu(p.build(x), monkeypatch, by_records=True)
+    plan = on_gpu(p.build(x), monkeypatch, forced=True)
     assert plan.kernel is None
     assert plan.queues is not None
 
 
 def test_equal_instructions_share_a_branch(monkeypatch):
-    plan = on_gpu(program_of("odd_gate", "bf16"), monkeypatch, by_records=True)
+    plan = on_gpu(program_of("odd_gate", "bf16"), monkeypatch, forced=True)
     assert plan.kernel is not None
     specs, numbers = find_specs(plan.kernel.encoded)
     assert sorted(spec.opcode for spec in specs.each) == [
@@ -98,12 +98,12 @@ def test_what_has_no_body_is_refused_as_before(monkeypatch):
     x = p.input("x", (3, 40))
     program = p.build(p.cutoff(x, p.input("settings", (3, 3))))
     with pytest.raises(UnsupportedError, match="cutoff"):
-        on_gpu(program, monkeypatch, by_records=True)
+        on_gpu(program, monkeypatch, forced=True)
 
 
 def compiled(kind: str, dtype: str, monkeypatch, default: str = "cpu") -> Machine:
     """The kernel of a program, for sm_90a; default: the device that torch has for others."""
-    plan = on_gpu(program_of(kind, dtype), monkeypatch, by_records=True)
+    plan = on_gpu(program_of(kind, dtype), monkeypatch, forced=True)
     layouts = plan.weights, plan.states
     arenas = [allocate_arena(layout) for layout in layouts]
     tensors = {
