@@ -19,6 +19,8 @@ from torch import Tensor
 from triton.language.core import constexpr
 from triton.runtime.jit import JITFunction
 
+from tests.kernels.at_once import run_at_once
+
 ATOMIC = threading.Lock()
 LONGEST_WAIT_S = 8.0
 UNWRITTEN = 987_654_321
@@ -290,24 +292,11 @@ def run_kernel(
     module: ModuleType, name: str, num_programs: int, arguments: Mapping[str, object]
 ) -> None:
     """All programs at the same time. arguments: Descriptors, Pointers, numbers, the spec."""
-    errors: list[BaseException] = []
-    threads = []
-
-    def run(part: Callable[[], object]) -> None:
-        try:
-            part()
-        except BaseException as error:
-            errors.append(error)
-
+    parts: list[Callable[[], object]] = []
     for number in range(num_programs):
         program = Program(number, num_programs)
         scope = program.scope(module)
         given = {n: Number(x) if type(x) is int else x for n, x in arguments.items()}
         scope[name](**given)
-        threads += [threading.Thread(target=run, args=(part,)) for part in program.threads]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+        parts += program.threads
+    run_at_once(parts)

@@ -3,6 +3,7 @@ run by threads that stand for ranks, against torch; and that it compiles for Hop
 """
 
 import threading
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from distmega.kernels.hopper import sum_norm
 from distmega.kernels.hopper.sum_norm import PushedSumNorm, SumNormSpec
+from tests.kernels.at_once import run_at_once
 from tests.kernels.offline import offline
 
 MOST_POLLS = 8000
@@ -135,28 +137,18 @@ def test_rows_are_summed_and_normalised(ranks: int, columns: int, kind: Any, has
         for _ in range(ranks)
     ]
     changed = threading.Condition()
-    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
-        try:
-            for given, out in zip(launches, results[rank], strict=True):
-                for row in range(given.shape[1]):
-                    scope = Program(row, changed).scope()
-                    scope["sum_norm_kernel"](
-                        *map(as_fours, (given[rank], given[-1], weight, bias, out[0], out[1])),
-                        peers[rank], peers, words[rank], words,
-                        Pointer(epochs[rank]), Scalar(rank), Scalar(capacity), 1e-5, spec,
-                    )  # fmt: skip
-        except BaseException as error:
-            errors.append(error)
+        for given, out in zip(launches, results[rank], strict=True):
+            for row in range(given.shape[1]):
+                scope = Program(row, changed).scope()
+                scope["sum_norm_kernel"](
+                    *map(as_fours, (given[rank], given[-1], weight, bias, out[0], out[1])),
+                    peers[rank], peers, words[rank], words,
+                    Pointer(epochs[rank]), Scalar(rank), Scalar(capacity), 1e-5, spec,
+                )  # fmt: skip
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    run_at_once(partial(run, rank) for rank in range(ranks))
     for number, given in enumerate(launches):
         total = sum((part.float() for part in given[1:-1]), given[0].float()).bfloat16()
         expected = normalise(kind, total, given[-1], weight, bias if has_bias else None, 1e-5)

@@ -16,20 +16,18 @@ from torch import Tensor
 from triton import language as tl
 from triton.runtime import interpreter
 
-from distmega.hostir.ir.nodes import segment_args
-from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.machines import CPU
 from distmega.kernels.megakernel import compile_megakernel
 from distmega.kernels.pipelined.pointwise import formula
 from distmega.kernels.records import formulas
 from distmega.kernels.records.runner import RecordRunner
-from distmega.kernels.runtime.memory import allocate_arena, arena_views
 from distmega.kernels.whole import plan_whole
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from tests.hostir.threads import ThreadCommunicator, Wires
+from tests.kernels.records.memory import allocate_tensors
 from tests.kernels.records.programs import expected_of, program_of, tolerance, values_of
 from tests.kernels.ugraphs.interpreted import mended_interpreter
 
@@ -59,15 +57,7 @@ def difference(program: Program) -> str:
     kernel = compile_megakernel(
         whole.segment, mesh, num_sms=1, weights=layouts[0], states=layouts[1]
     )
-    arenas = [allocate_arena(layout) for layout in layouts]
-    tensors = {
-        name: view
-        for layout, arena in zip(layouts, arenas, strict=True)
-        for name, view in arena_views(layout, arena).items()
-    }
-    for tensor in segment_args(kernel.segment):
-        empty = torch.zeros(tensor.shape, dtype=torch_dtype(tensor.dtype))
-        tensors.setdefault(tensor.name, empty)
+    arenas, tensors = allocate_tensors(kernel.segment, layouts)
     values = values_of(program)
     for name, x in values.items():
         tensors[name].copy_(x)

@@ -6,15 +6,12 @@ import pytest
 import torch
 
 from distmega.errors import UnsupportedError
-from distmega.hostir.ir.nodes import segment_args
-from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels import whole
 from distmega.kernels.machines import H200
 from distmega.kernels.megakernel import compile_megakernel
 from distmega.kernels.records.kernel import run_records
 from distmega.kernels.records.runner import RecordRunner
 from distmega.kernels.records.specs import find_specs
-from distmega.kernels.runtime.memory import allocate_arena, arena_views
 from distmega.kernels.tasks.tile import tile_segment, verify_groups
 from distmega.kernels.whole import WholePlan, plan_whole
 from distmega.program.builder import ProgramBuilder
@@ -25,6 +22,7 @@ from distmega.sharding.planner import plan_program
 from tests.forked import run_module
 from tests.hostir.threads import ThreadCommunicator, Wires
 from tests.kernels.offline import Machine, offline
+from tests.kernels.records.memory import allocate_tensors
 from tests.kernels.records.programs import NAMES, program_of
 
 GPU = torch.device("cuda", 0)
@@ -104,16 +102,7 @@ def test_what_has_no_body_is_refused_as_before(monkeypatch):
 def compiled(kind: str, dtype: str, monkeypatch, default: str = "cpu") -> Machine:
     """The kernel of a program, for sm_90a; default: the device that torch has for others."""
     plan = on_gpu(program_of(kind, dtype), monkeypatch, forced=True)
-    layouts = plan.weights, plan.states
-    arenas = [allocate_arena(layout) for layout in layouts]
-    tensors = {
-        name: view
-        for layout, arena in zip(layouts, arenas, strict=True)
-        for name, view in arena_views(layout, arena).items()
-    }
-    for tensor in segment_args(plan.segment):
-        empty = torch.zeros(tensor.shape, dtype=torch_dtype(tensor.dtype))
-        tensors.setdefault(tensor.name, empty)
+    arenas, tensors = allocate_tensors(plan.segment, (plan.weights, plan.states))
     assert plan.kernel is not None
     run_records.device_caches.clear()  # of another program with the same kernel
     with offline(monkeypatch) as launched, torch.device(default):
