@@ -6,21 +6,17 @@ import pytest
 import torch
 
 from distmega.errors import UnsupportedError
-from distmega.kernels import whole
-from distmega.kernels.machines import H200
 from distmega.kernels.megakernel import compile_megakernel
 from distmega.kernels.records.kernel import run_records
 from distmega.kernels.records.runner import RecordRunner
 from distmega.kernels.records.specs import find_specs
 from distmega.kernels.tasks.tile import tile_segment, verify_groups
-from distmega.kernels.whole import WholePlan, plan_whole
+from distmega.kernels.whole import WholePlan
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.localize import localize
-from distmega.sharding.planner import plan_program
 from tests.forked import run_module
-from tests.hostir.threads import ThreadCommunicator, Wires
+from tests.kernels.h200 import plan_for_h200
 from tests.kernels.offline import Machine, offline
 from tests.kernels.records.memory import allocate_tensors
 from tests.kernels.records.programs import NAMES, program_of
@@ -48,11 +44,7 @@ def test_interpreted_records_give_what_torch_does(names: tuple[str, ...]) -> Non
 
 def on_gpu(program: Program, monkeypatch: pytest.MonkeyPatch, *, forced: bool) -> WholePlan:
     """The plan for an H200 of a few SMs."""
-    monkeypatch.setattr(whole, "require_hopper", lambda device: NUM_SMS)
-    monkeypatch.setattr("distmega.kernels.runners.require_hopper", lambda device: NUM_SMS)
-    local = localize(plan_program(program, MESH, H200))
-    comm = ThreadCommunicator(MESH, 0, Wires(MESH))
-    return plan_whole(local, comm, GPU, forced=forced)
+    return plan_for_h200(program, monkeypatch, forced=forced, num_sms=NUM_SMS)
 
 
 def test_a_program_that_the_kernels_of_rows_refuse_has_the_queues_of_cpus(monkeypatch):
