@@ -24,6 +24,11 @@ ROOT_CAUSE_S = 3.0
 LOOK_S = 0.2
 """How often to look meanwhile whether a rank is stopped."""
 
+QUIET_S = 0.5
+"""After a failure, reports are awaited until none came for this long: news of a death can overtake
+a value that another rank emitted before it.
+"""
+
 
 class RunningRanks(Protocol):
     """Ranks under a launcher. `kill` may be called at any time, also twice, and leaves no process
@@ -69,14 +74,13 @@ def _follow(team: RunningRanks, job: Job) -> Generator[Event]:
         # this process may itself have stood still until the limit had passed, hence the second look
         reports = team.poll(limit_s) or team.poll(0.0)
         if not reports:
-            raise _explain_silence(team, states, limit_s)
+            raise (yield from _explain_silence(team, states, limit_s))
+        yield from _emit_values(reports)
         failures: list[Failed | Died] = []
         for report in reports:
             match report:
                 case Ready(rank=rank):
                     states[rank] = "running"
-                case Value(data=data):
-                    yield Emitted(value=pickle.loads(data))
                 case Done(rank=rank, data=data):
                     states[rank] = "done"
                     result = data or result
@@ -87,9 +91,15 @@ def _follow(team: RunningRanks, job: Job) -> Generator[Event]:
                 case _:
                     pass
         if failures:
-            raise _find_root_cause(team, failures, job.num_ranks)
+            raise (yield from _find_root_cause(team, failures, job.num_ranks))
     team.finish()
     yield Result(value=pickle.loads(result))
+
+
+def _emit_values(reports: Sequence[Report]) -> Generator[Event]:
+    for report in reports:
+        if isinstance(report, Value):
+            yield Emitted(value=pickle.loads(report.data))
 
 
 def _failures(reports: Sequence[Report]) -> list[Failed | Died]:
@@ -98,20 +108,26 @@ def _failures(reports: Sequence[Report]) -> list[Failed | Died]:
 
 def _find_root_cause(
     team: RunningRanks, first: Sequence[Failed | Died], num_ranks: int
-) -> DistmegaError:
-    """The error for the failure that caused the others: a death before an own mistake, that before
-    a stopped rank, then a rank that waits in vain, then a lost peer. Of ranks that wait for each
-    other, all are told of.
+) -> Generator[Event, None, DistmegaError]:
+    """Yield what was emitted before the failures; return the error for the one that caused the
+    others: a death before an own mistake, that before a stopped rank, then a rank that waits in
+    vain, then a lost peer. Of ranks that wait for each other, all are told of.
     """
-    failures = [*first, *_failures(team.poll(0.0))]
-    deadline = time.monotonic() + ROOT_CAUSE_S
+    failures = list(first)
     stopped: Sequence[int] = ()
-    while min(map(_distance, failures)) > OWN and len({f.rank for f in failures}) < num_ranks:
-        stopped = team.find_stopped()
-        left_s = deadline - time.monotonic()
-        if stopped or left_s <= 0:
-            break
-        failures += _failures(team.poll(min(left_s, LOOK_S)))
+    heard_s = time.monotonic()
+    deadline_s = heard_s + ROOT_CAUSE_S
+    # what a rank emitted comes before its own failure
+    while len({f.rank for f in failures}) < num_ranks and (now_s := time.monotonic()) < deadline_s:
+        if now_s - heard_s >= QUIET_S:
+            is_explained = min(map(_distance, failures)) <= OWN
+            stopped = () if is_explained else team.find_stopped()
+            if is_explained or stopped:
+                break
+        if reports := team.poll(min(deadline_s - now_s, LOOK_S)):
+            heard_s = time.monotonic()
+        yield from _emit_values(reports)
+        failures += _failures(reports)
     cause = min(failures, key=_distance)
     error = describe_failure(cause, num_ranks)
     if _distance(cause) <= OWN or not isinstance(error, HangError | RankFailure):
@@ -166,13 +182,14 @@ def describe_failure(report: Failed | Died, num_ranks: int) -> DistmegaError:
 
 def _explain_silence(
     team: RunningRanks, states: Mapping[int, str], limit_s: float
-) -> DistmegaError:
-    """The error for ranks of which nothing is heard; a failure that comes while they are asked
-    where they stand explains it better.
+) -> Generator[Event, None, DistmegaError]:
+    """Return the error for ranks of which nothing is heard; a failure that comes while they are
+    asked where they stand explains it better, and a value that comes then is yielded.
     """
     reports = team.ask_positions()
+    yield from _emit_values(reports)
     if failures := _failures(reports):
-        return _find_root_cause(team, failures, len(states))
+        return (yield from _find_root_cause(team, failures, len(states)))
     positions = {report.rank: report.where for report in reports if isinstance(report, Position)}
     stopped = team.find_stopped()
     unknown = "an unknown place: it does not answer"

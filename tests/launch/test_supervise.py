@@ -1,6 +1,7 @@
 """Whom a launcher names, whatever order reports come in: played by a team without processes."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -132,6 +133,25 @@ def test_a_stopped_rank_is_named_as_soon_as_another_waited_in_vain(monkeypatch):
         assert type(found) is type(error)
         assert found.found == f"rank 1 of 4 is stopped by a signal: {error.found}"
         assert team.now_s < 1.0
+
+
+def test_values_emitted_before_a_death_come_out_before_its_error(monkeypatch: pytest.MonkeyPatch):
+    """News of a death can overtake them on their way."""
+    value, dead = Value(rank=0, data=DONE), Died(rank=1, how=KILLED)
+    for batches in ([[dead, value]], [[dead], [], [value]], [[dead], [value], [], [value]]):
+        team = PlayedTeam([READY, *batches])
+        monkeypatch.setattr(supervise_module.time, "monotonic", lambda team=team: team.now_s)
+        events = supervise(team, JOB)
+        assert next(events) == Emitted(value=None)
+        with pytest.raises(RankFailure, match=f"rank 1 of 4 {re.escape(KILLED)}"):
+            list(events)
+        assert not team.batches
+
+
+def test_values_that_come_while_positions_are_asked_come_out(monkeypatch: pytest.MonkeyPatch):
+    team = PlayedTeam([READY, [], []], [Value(rank=0, data=DONE), Died(rank=1, how=KILLED)])
+    monkeypatch.setattr(supervise_module.time, "monotonic", lambda: team.now_s)
+    assert next(supervise(team, JOB)) == Emitted(value=None)
 
 
 def test_ranks_that_wait_for_each_other_are_all_told_of(monkeypatch: pytest.MonkeyPatch):
