@@ -19,6 +19,7 @@ from typing import NamedTuple
 from distmega.errors import HangError, RankFailure
 from distmega.kernels.cpu.peer import Peers
 from distmega.kernels.isa.encoding import Encoded, Header, Words, unpack
+from distmega.kernels.isa.events import name_task, tasks_signalling
 from distmega.kernels.isa.opcodes import ExtraOperand, Instruction, touches_peers
 from distmega.kernels.isa.reference import Run, bind
 from distmega.kernels.runtime.memory import RankMemory
@@ -266,7 +267,7 @@ class RankInterpreter:
         ]
 
     def _describe(self, sm: int, step: BoundInstruction) -> str:
-        names, parts = self._encoded.names, []
+        parts = []
         for wait in step.waits:
             target = self.epoch * wait.triggers
             for position, source in zip(wait.positions, wait.sources, strict=True):
@@ -275,7 +276,7 @@ class RankInterpreter:
                         f"event {wait.event}, at {count} of {target} from rank {source}, "
                         f"owed by {self._owing(wait.event, source)}"
                     )
-        task = f"{names[step.group]}[{step.task}]"
+        task = name_task(self._encoded, step.group, step.task)
         return f"rank {self.rank} SM {sm}: {task} waits for {', '.join(parts)}"
 
     def _owing(self, event: int, source: int) -> str:
@@ -283,10 +284,9 @@ class RankInterpreter:
         same queues.
         """
         owing = [
-            f"{self._encoded.names[step.group]}[{step.task}] on SM {sm}"
-            for sm, (at, queue) in enumerate(zip(self._next, self._queues, strict=True))
-            for step in (queue[at:] if source == self.rank else queue)
-            if any(position // len(self._peers.lanes) == event for _, position in step.signals)
+            f"{one.name} on SM {one.sm}"
+            for one in tasks_signalling(self._encoded, event)
+            if source != self.rank or one.position >= self._next[one.sm]
         ]
         more = f" and {len(owing) - MAX_REPORTED} more" if len(owing) > MAX_REPORTED else ""
         return f"rank {source}: {', '.join(owing[:MAX_REPORTED]) or 'no task that is left'}{more}"

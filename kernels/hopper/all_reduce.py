@@ -18,11 +18,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from distmega.errors import HangError, RequestError
-from distmega.kernels.hopper.alarm import Alarm
-from distmega.kernels.hopper.plan.words import REPORT_WORDS
 from distmega.kernels.hopper.ptx.device import bf16_pair, flagged, high_half, low_half
 from distmega.kernels.hopper.ptx.shapes import PER_THREAD, THREADS, TWOS
 from distmega.kernels.hopper.ptx.spins import spin_ranks
+from distmega.kernels.runtime.alarm import Alarm
+from distmega.kernels.runtime.report import REPORT_WORDS
 from distmega.kernels.runtime.symmetric import Team
 
 CHUNK_WORDS = gl.constexpr(512)

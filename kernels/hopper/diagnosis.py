@@ -3,10 +3,8 @@
 In: the queues of a launch, and the least wait that was given up, as ptx/spins.py left it in the
 report at the start of the symmetric buffer. Out: a HangError. The kernel records only a flag, a
 word and an SM; the op, the layer, the rank and the debtor follow from the queues. Torch-free. Next
-on the walk: alarm.py.
+on the walk: ../runtime/report.py.
 """
-
-from dataclasses import dataclass
 
 from distmega.errors import HangError
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
@@ -37,8 +35,8 @@ from distmega.kernels.hopper.plan.words import (
     RowSample,
 )
 from distmega.kernels.hopper.row_plan.accesses import Write, last_row, reads, writes
+from distmega.kernels.runtime.report import Report, hang_error
 
-NAMED_DEBTORS = 3
 WITHOUT_ROWS = (
     BatchAttention
     | BatchExperts
@@ -50,25 +48,6 @@ WITHOUT_ROWS = (
     | BatchSample
 )
 """Instructions that name no rows of an SM."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """A wait that was given up, the least of all. Of the kernel of one row: SM `last` waited for
-    flag (steps ever run) * generations + generation + 1 at a flagged word. Of the batched kernel:
-    for the count `flag` of event `word`, which `last` SMs still owed; or where ranks share the
-    model, for an event or as the kernel of one row for a flagged word, `flag` being (steps ever
-    run) * instructions + instruction + 1 of the one that waits.
-    """
-
-    flag: int
-    word: int
-    last: int
-
-
-def read_report(word: int) -> Report:
-    """The report in a signed 64-bit word."""
-    return Report(flag=word >> 32 & 0xFFFFFFFF, word=word >> 8 & 0xFFFFFF, last=word & 0xFF)
 
 
 def explain_hang(queues: RowQueues, report: Report, *, limit_s: float, rank: int = 0) -> HangError:
@@ -92,13 +71,12 @@ def explain_hang(queues: RowQueues, report: Report, *, limit_s: float, rank: int
         if report.word in write.words and write.generation == generation
         if not _is_own_row(one, write, rank, queues)
     ]
-    more = f" or {len(debtors) - NAMED_DEBTORS} more" if len(debtors) > NAMED_DEBTORS else ""
-    owed = " or ".join(debtors[:NAMED_DEBTORS]) + more or "nobody: no instruction writes it"
-    return HangError(
-        f"rank {rank}, SM {report.last} ({waiter}) waited {limit_s:g} s for "
-        f"{name_word(queues, report.word)}",
+    return hang_error(
+        f"rank {rank}, SM {report.last} ({waiter})",
+        name_word(queues, report.word),
+        limit_s=limit_s,
         expected=f"flag {report.flag} (step {step}, generation {generation})",
-        remedy=f"it is owed by {owed}; see whether that SM ran, or report this as a bug",
+        debtors=debtors,
     )
 
 
@@ -175,26 +153,27 @@ def _explain_team_hang(queues: BatchQueues, report: Report, limit_s: float, rank
         )
     last = report.last
     waiter = describe_batch(queues, number, last) if last < num_sms else "which has no queue"
-    return HangError(
-        f"rank {rank}, SM {last} ({waiter}) waited {limit_s:g} s for "
-        f"{name_word(queues, report.word)}",
+    return hang_error(
+        f"rank {rank}, SM {last} ({waiter})",
+        name_word(queues, report.word),
+        limit_s=limit_s,
         expected=expected,
-        remedy=f"it is owed by {_batch_debtor(queues, report.word, number)}; see whether that SM "
-        "ran, or report this as a bug",
+        debtors=_batch_debtors(queues, report.word, number),
     )
 
 
-def _batch_debtor(queues: BatchQueues, word: int, number: int) -> str:
+def _batch_debtors(queues: BatchQueues, word: int, number: int) -> tuple[str, ...]:
     """Who pushes a flagged word in instruction `number`."""
     buffer = next((one for one in queues.buffers if word in one.words), None)
     if buffer is None:
-        return "nobody: no instruction writes it"
+        return ()
     ranks, at = queues.num_ranks, word - buffer.first
     if buffer.name == "best":
-        return f"rank {at // BEST_WORDS % ranks}, SM 0, behind {describe_batch(queues, -1)}"
+        rank = at // BEST_WORDS % ranks
+        return (f"rank {rank}, SM 0, behind {describe_batch(queues, -1)}",)
     if buffer.name == "ready_flags":
         who = f"rank {at // READY_WORDS}, SM {at % READY_WORDS // 2}"
-        return f"{who}, {describe_batch(queues, number - 1)}"
+        return (f"{who}, {describe_batch(queues, number - 1)}",)
     rank, at = divmod(at, buffer.num_words // ranks)
     row = at // (BATCH * UNIT_ROWS) * UNIT_ROWS
     sm = next(
@@ -206,7 +185,7 @@ def _batch_debtor(queues: BatchQueues, word: int, number: int) -> str:
         ),
         None,
     )
-    return f"rank {rank}, SM {sm}, {describe_batch(queues, number, sm)}"
+    return (f"rank {rank}, SM {sm}, {describe_batch(queues, number, sm)}",)
 
 
 def describe_batch(queues: BatchQueues, number: int, sm: int | None = None) -> str:

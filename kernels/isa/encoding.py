@@ -172,16 +172,21 @@ def unpack(record: Words) -> tuple[Header, Instruction]:
     """Header and instruction of a record; inverse of pack."""
     words = record.tolist()
     kind = OPCODES[words[0] & 0xFF]
-    header = Header(
-        group=words[1],
-        task=words[2],
-        wait=words[3],
-        num_waits=words[0] >> 8 & MAX_WAITS,
-        signal=words[4],
-        num_signals=words[0] >> 20,
-    )
-    return header, kind(
+    return unpack_header(record), kind(
         **{field.name: _unpack_field(field, words) for field in record_fields(words[0] & 0xFF)}
+    )
+
+
+def unpack_header(record: Words) -> Header:
+    """Header of a record; inverse of header_words."""
+    counts, group, task, wait, signal = record[:HEADER_WORDS].tolist()
+    return Header(
+        group=group,
+        task=task,
+        wait=wait,
+        num_waits=counts >> 8 & MAX_WAITS,
+        signal=signal,
+        num_signals=counts >> 20,
     )
 
 

@@ -33,14 +33,17 @@ from distmega.kernels.records.products import contract, linear
 from distmega.kernels.records.rows import argmax, norm, reduce, scan, top
 from distmega.kernels.records.specs import RecordSpecs
 from distmega.kernels.records.words import WORDS, opcode_of
+from distmega.kernels.runtime import report as report_words
 
 WAIT_WORDS: tl.constexpr = tl.constexpr(len(WAIT_COLUMNS))
 SIGNAL_WORDS: tl.constexpr = tl.constexpr(len(SIGNAL_COLUMNS))
 MAX_WAITS: tl.constexpr = tl.constexpr(MOST_WAITS)
-FOUND, EVENT, TARGET, SEEN, SM, GROUP, LIMIT, ALARM, SOURCE = (tl.constexpr(n) for n in range(9))
-"""Words of the report, i64: whether a wait has expired, then which; nanoseconds that one may last;
-the address of a word of the host's; the team rank whose signals are waited for.
-"""
+FIRST: tl.constexpr = tl.constexpr(report_words.REPORT_FIRST)
+LIMIT: tl.constexpr = tl.constexpr(report_words.REPORT_LIMIT)
+ALARM: tl.constexpr = tl.constexpr(report_words.REPORT_ALARM)
+NONE: tl.constexpr = tl.constexpr(report_words.NO_REPORT)
+WORD_BITS: tl.constexpr = tl.constexpr(report_words.WORD_BITS)
+LAST_BITS: tl.constexpr = tl.constexpr(report_words.LAST_BITS)
 THREADS: tl.constexpr = tl.constexpr(256)
 """Of an SM, at least."""
 
@@ -73,56 +76,52 @@ def clock():
 
 
 @triton.jit
-def is_quiet(report):
-    """Whether no wait has expired, as one thread reads it for all of them."""
-    return tl.atomic_add(report + FOUND, 0, sem="relaxed", scope="gpu") == 0
-
-
-@triton.jit
-def poll(counters, source, target, report, event, group):
-    """Returns once the counter of a source has reached a target, or a wait has expired."""
-    seen = tl.atomic_add(counters + source, 0, sem="acquire", scope="sys")
-    if seen - target < 0:
-        start, waiting = clock(), is_quiet(report)
+def poll(counters, at, target, report, epoch):
+    """Returns once the counter number `at` has reached a target, or this wait or another has
+    expired.
+    """
+    seen = tl.atomic_add(counters + at, 0, sem="acquire", scope="sys")
+    waiting = seen - target < 0
+    if waiting:
+        start = clock()
         while waiting:
-            seen = tl.atomic_add(counters + source, 0, sem="acquire", scope="sys")
+            seen = tl.atomic_add(counters + at, 0, sem="acquire", scope="sys")
             waiting = seen - target < 0
             if waiting:
-                waiting = is_quiet(report)
-                if waiting and clock() - start > tl.load(report + LIMIT):
-                    accuse(report, event, source, target, seen, group)
+                # as one thread reads it for all of them
+                first = tl.atomic_add(report + FIRST, 0, sem="relaxed", scope="gpu")
+                if (first != NONE) | (clock() - start > tl.load(report + LIMIT)):
+                    accuse(report, epoch, at)
                     waiting = False
 
 
 @triton.jit
-def accuse(report, event, source, target, seen, group):
-    """The first wait that expires says what it was for."""
-    if tl.atomic_cas(report + FOUND, tl.full([], 0, tl.int64), tl.full([], 1, tl.int64)) == 0:
-        tl.store(report + EVENT, event.to(tl.int64))
-        tl.store(report + SOURCE, tl.zeros([], tl.int64) + source)
-        tl.store(report + TARGET, target.to(tl.int64))
-        tl.store(report + SEEN, seen.to(tl.int64))
-        tl.store(report + SM, tl.program_id(0).to(tl.int64))
-        tl.store(report + GROUP, group.to(tl.int64))
-        tl.debug_barrier()
-        alarm = tl.load(report + ALARM).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(alarm, 1, sem="release", scope="sys")
+def accuse(report, epoch, at):
+    """Puts a wait into the report: events are numbered in the order of dataflow, so the least is
+    the one on which the others hang. Raises the host's alarm.
+    """
+    flag = (epoch.to(tl.int64) & 0xFFFFFFFF) << (WORD_BITS + LAST_BITS)
+    word = (tl.zeros([], tl.int64) + at) << LAST_BITS
+    found = (flag | word | tl.program_id(0)).to(tl.uint64, bitcast=True)
+    first = (report + FIRST).to(tl.pointer_type(tl.uint64), bitcast=True)
+    tl.atomic_min(first, found, sem="relaxed", scope="gpu")
+    alarm = tl.load(report + ALARM).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(alarm, 1, sem="release", scope="sys")
 
 
 @triton.jit
 def wait(record, tables, events, epoch, report):
     """For the events that a record names."""
     num = (tl.load(record) >> 8) & MAX_WAITS
-    group, first = tl.load(record + 1), tl.load(record + 3)
+    first = tl.load(record + 3)
     for nth in range(num):
         row = tables.waits + (first + nth) * WAIT_WORDS
-        event, target = tl.load(row), tl.load(row + 1) * epoch
-        counters = events.counters + event * events.lanes
+        at, target = tl.load(row) * events.lanes, tl.load(row + 1) * epoch
         if tl.load(row + 2) < 0:
-            poll(counters, events.lane, target, report, event, group)
+            poll(events.counters, at + events.lane, target, report, epoch)
         else:
             for source in range(events.lanes):
-                poll(counters, source, target, report, event, group)
+                poll(events.counters, at + source, target, report, epoch)
 
 
 @triton.jit
@@ -192,9 +191,8 @@ def execute(record, arenas, member, spec: tl.constexpr):
 def run_records(tables, memory, events, member, report, longest, specs: tl.constexpr):
     """One launch, an SM a program.
 
-    tables, memory, events, member: see arguments.py. report: int64 [9], FOUND to SOURCE; the host
-    writes LIMIT and ALARM, and FOUND once it has read a report. longest: records of the longest
-    queue. specs: RecordSpecs of the segment.
+    tables, memory, events, member: see arguments.py. report: int64, see runtime/report.py, bound to
+    an Alarm. longest: records of the longest queue. specs: RecordSpecs of the segment.
     """
     sm = tl.program_id(0)
     epoch = tl.load(events.epoch)

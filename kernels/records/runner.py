@@ -7,37 +7,24 @@ are used where they lie. It makes only calls that a CUDA graph holds. Next on th
 """
 
 from collections.abc import Mapping
-from ctypes import c_int32
 
 import torch
 from torch import Tensor
 
-from distmega.errors import HangError
 from distmega.hostir.ir.nodes import segment_args
 from distmega.kernels.cpu.peer import COUNTER_BYTES
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.records.arguments import ArenaMemory, Events, Member, Tables
-from distmega.kernels.records.kernel import (
-    ALARM,
-    EVENT,
-    FOUND,
-    GROUP,
-    LIMIT,
-    SEEN,
-    SM,
-    SOURCE,
-    TARGET,
-    run_records,
-)
+from distmega.kernels.records.diagnosis import explain_record_hang
+from distmega.kernels.records.kernel import run_records
 from distmega.kernels.records.specs import find_specs
+from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, PEER_BUFFERS, Space, tensor_space
 from distmega.kernels.runtime.memory import allocate_arena, operand_view
+from distmega.kernels.runtime.report import REPORT_WORDS
 from distmega.kernels.runtime.symmetric import Team
 
-REPORT_WORDS = 9
 WARPS = 8
-LIMIT_S = 2.0
-"""Seconds that a wait for another SM may last."""
 
 
 class RecordRunner:
@@ -53,13 +40,13 @@ class RecordRunner:
         weights_arena: Tensor,
         state_arena: Tensor,
         team: Team | None = None,
-        timeout_s: float = LIMIT_S,
+        timeout_s: float = LOCAL_LIMIT_S,
     ) -> None:
         """weights_arena, state_arena: uint8, as allocate_arena makes them for kernel.layout.weights
         and .states. team: the ranks that share the kernel, which must all make their runner
         together; timeout_s: bound on a wait for one of them.
         """
-        self.kernel, device = kernel, weights_arena.device
+        self.kernel, self._rank, device = kernel, rank, weights_arena.device
         encoded = kernel.encoded
         self._specs, numbers = find_specs(encoded)
         self._num_sms, self._longest = encoded.queues.shape[:2]
@@ -72,7 +59,7 @@ class RecordRunner:
         lanes, lane = (shared.size, shared.team_rank) if shared else (1, 0)
         counter_bytes = _round_up(COUNTER_BYTES * max(encoded.num_events, 1) * lanes)
         num_bytes = counter_bytes + PEER_BUFFERS * _round_up(kernel.layout.peers.num_bytes)
-        self._shared, self._lane = (shared.open(num_bytes) if shared else None), lane
+        self._shared = shared.open(num_bytes) if shared else None
         own = (
             self._shared.local
             if self._shared
@@ -97,15 +84,9 @@ class RecordRunner:
             torch.tensor(coordinate, dtype=torch.int32, device=device),
             torch.tensor(arenas, device=device),
         )
-        self._limit_s = timeout_s if shared else min(timeout_s, LIMIT_S)
-        self._raised = torch.zeros(
-            1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
-        )
-        # read as Python's: asking the tensor takes torch 2 us
-        self._raised_word = c_int32.from_address(self._raised.data_ptr())
+        limit_s = timeout_s if shared else min(timeout_s, LOCAL_LIMIT_S)
         self._report = torch.zeros(REPORT_WORDS, dtype=torch.int64, device=device)
-        self._report[LIMIT.value] = round(self._limit_s * 1e9)
-        self._report[ALARM.value] = self._raised.data_ptr()
+        self._alarm = Alarm(self._report, limit_s)
         operands, memory = kernel.layout.operands, (weights_arena, state_arena, activations)
         args = [t for t in segment_args(kernel.segment) if tensor_space(t) is Space.ACT]
         views = {t.name: operand_view(memory, operands[t.name]) for t in args}
@@ -139,27 +120,10 @@ class RecordRunner:
         """HangError if a wait of an earlier launch has expired, once; costs nothing if none has,
         and waits for those launches if so.
         """
-        if not self._raised_word.value:
-            return
-        # other waits end as long as the report says that one has expired
-        self._synchronize()
-        report = self._report.tolist()
-        self._report[FOUND.value] = 0
-        self._synchronize()
-        self._raised_word.value = 0
-        name = self.kernel.encoded.names[report[GROUP.value]]
-        where = f"SM {report[SM.value]} of team rank {self._lane}"
-        raise HangError(
-            f"{where}: {name} waits for event {report[EVENT.value]} from team rank "
-            f"{report[SOURCE.value]}, at {report[SEEN.value]} of {report[TARGET.value]}, after "
-            f"{self._limit_s} s",
-            expected="every wait to be met by the tasks that owe it",
-            remedy="compile the program again",
-        )
-
-    def _synchronize(self) -> None:
-        if self._report.is_cuda:
-            torch.cuda.synchronize(self._report.device)
+        if report := self._alarm.take():
+            raise explain_record_hang(
+                self.kernel, report, limit_s=self._alarm.limit_s, rank=self._rank
+            )
 
 
 def _on(device: torch.device, table: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ from triton.experimental.gluon import language as gl
 from distmega.kernels.hopper.batch.bodies.limits import sample_within
 from distmega.kernels.hopper.one_row.bodies.sample import sample_task, slot_numbers
 from distmega.kernels.hopper.one_row.team import most_likely
-from distmega.kernels.hopper.plan import words
 from distmega.kernels.hopper.plan.fields import SAMPLE_NUM_ROWS, SAMPLE_ROW0, SAMPLED, SRC
 from distmega.kernels.hopper.ptx.device import fetch, flagged_float
+from distmega.kernels.runtime.report import REPORT_WORDS
 
-BEST_WORDS = gl.constexpr(words.REPORT_WORDS)
+BEST_WORDS = gl.constexpr(REPORT_WORDS)
 """Of the exchange: after the report come the SMs' candidates."""
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch.bodies.limits import list_words
 from distmega.kernels.hopper.plan.words import (
     LIMITED,
@@ -19,6 +18,7 @@ from distmega.kernels.hopper.plan.words import (
     RowSample,
     pack,
 )
+from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.models.sampling import MAX_CANDIDATES, MOST_LIKELY, Sampling, joint_method
 from distmega.program.ops import sampling as drawing
 from tests.gpu import sample_kernel

@@ -20,8 +20,8 @@ from distmega.hostir.library.torch_types import torch_dtype
 from distmega.hostir.run import deadline
 from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
-from distmega.kernels.hopper.plan.words import REPORT_LIMIT
 from distmega.kernels.machines import H200
+from distmega.kernels.runtime.report import REPORT_LIMIT
 from distmega.kernels.runtime.streams.signals import open_signals
 from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.placements import shard, stream

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.batch import kernel
 from distmega.kernels.hopper.batch.arguments import BatchMemory, BatchSpec
 from distmega.kernels.hopper.batch.bodies.limits import list_words
@@ -48,6 +47,7 @@ from distmega.kernels.hopper.one_row.runner import (
 from distmega.kernels.hopper.plan.types import MAX_QUERIES, NO_ATTENTION
 from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE, SLICE_K, WORDS
 from distmega.kernels.hopper.timeline import batch_spans
+from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
 from distmega.kernels.runtime.relaunch import Launcher

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from distmega.kernels.hopper.plan.types import ROW_MULTIPLE
-from distmega.kernels.hopper.plan.words import MAX_SMS, REPORT_WORDS, SLICE_K, bits_of, pack_fields
+from distmega.kernels.hopper.plan.words import MAX_SMS, SLICE_K, bits_of, pack_fields
+from distmega.kernels.runtime.report import REPORT_WORDS
 
 BATCH = 16
 """Sequences that the kernel computes, whether all are in use or not: the rows of an m16n8k16. More

@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.errors import RequestError
-from distmega.kernels.hopper.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.hopper.diagnosis import explain_hang
 from distmega.kernels.hopper.one_row import kernel
 from distmega.kernels.hopper.one_row.arguments import QueueMemory, RowMemory, RowSpec
@@ -47,6 +46,7 @@ from distmega.kernels.hopper.plan.words import (
 )
 from distmega.kernels.hopper.ptx.shapes import THREADS, TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.timeline import timeline_spans
+from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
 from distmega.kernels.runtime.relaunch import Launcher

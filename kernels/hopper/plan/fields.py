@@ -15,6 +15,7 @@ from distmega.kernels.hopper.plan.words import (
     RowRoute,
     RowSample,
 )
+from distmega.kernels.runtime import report
 
 
 def _word(kind: type[Instruction], name: str) -> gl.constexpr:
@@ -42,8 +43,8 @@ DELTA_SHIFT = gl.constexpr(words.DELTA_SHIFT)
 MATRIX_SHIFT = gl.constexpr(words.MATRIX_SHIFT)
 MAX_EPILOGUES = gl.constexpr(words.MAX_EPILOGUES)
 EMBEDDED = gl.constexpr(words.EMBEDDED)
-REPORT_FIRST = gl.constexpr(words.REPORT_FIRST)
-NO_REPORT = gl.constexpr(words.NO_REPORT)
+REPORT_FIRST = gl.constexpr(report.REPORT_FIRST)
+NO_REPORT = gl.constexpr(report.NO_REPORT)
 
 OP_ATTENTION = gl.constexpr(int(RowOpcode.ATTENTION))
 OP_COMBINE = gl.constexpr(int(RowOpcode.COMBINE))

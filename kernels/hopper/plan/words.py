@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+from distmega.kernels.runtime.report import REPORT_WORDS
+
 WORDS = 16
 
 UNIT_ROWS = 8
@@ -31,14 +33,6 @@ MAX_SPLITS = 16
 """Splits of the context of one kv head, at most: what one combine task holds."""
 PARTIAL_EXTRA = 4
 """Flagged words after the outputs of a partial: maximum, sum, two unused."""
-
-REPORT_FIRST, REPORT_LIMIT, REPORT_ALARM = range(3)
-"""64-bit words at the start of the symmetric buffer. Of all waits that were given up, the least
-(flag, word, SM): 32, 24 and 8 bits, from the highest; all bits set while there is none. Nanoseconds
-that a wait may last. Address of the host's alarm, an int32.
-"""
-REPORT_WORDS = 16
-NO_REPORT = -1
 
 NO_WINDOW = 2**30
 """The window of a layer whose queries see all positions."""

@@ -14,13 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-from distmega.kernels.hopper.plan.words import (
-    PARTIAL_EXTRA,
-    REPORT_ALARM,
-    REPORT_FIRST,
-    REPORT_LIMIT,
-    TILE_K,
-)
+from distmega.kernels.hopper.plan.words import PARTIAL_EXTRA, TILE_K
+from distmega.kernels.runtime.report import REPORT_ALARM, REPORT_FIRST, REPORT_LIMIT
 
 CHECK_POLLS = 16
 """Polls between two looks at the report and the clock; a power of two."""

@@ -24,8 +24,9 @@ from distmega.kernels.hopper.plan.types import (
     WeightMatrix,
     unfit,
 )
-from distmega.kernels.hopper.plan.words import NOTHING, REPORT_WORDS, Instruction
+from distmega.kernels.hopper.plan.words import NOTHING, Instruction
 from distmega.kernels.runtime.arena import ArenaLayout
+from distmega.kernels.runtime.report import REPORT_WORDS
 from distmega.kernels.tasks.fuse import (
     Fused,
     FusedChoice,

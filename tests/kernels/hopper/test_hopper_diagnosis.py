@@ -6,14 +6,10 @@ import pytest
 
 from distmega.errors import HangError
 from distmega.kernels.hopper.batch_plan.words import PAIRED, BatchLinear
-from distmega.kernels.hopper.diagnosis import (
-    Report,
-    explain_batch_hang,
-    explain_hang,
-    read_report,
-)
+from distmega.kernels.hopper.diagnosis import explain_batch_hang, explain_hang
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import RowAttention, RowLinear
+from distmega.kernels.runtime.report import Report, read_report
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
 from tests.kernels.hopper.batch_plan.test_batch_queues import queues_of as batch_queues_of

@@ -7,7 +7,8 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -48,20 +49,42 @@ NAMES = "sin", "cos", "erf", "exp", "log", "sqrt", "floor", "tanh", "pow"
 DEVICE = SimpleNamespace(**{name: by_torch(getattr(torch, name)) for name in NAMES})
 
 
-def difference(program: Program) -> str:
-    """From what torch gives; on one SM, since the interpreter runs SMs one behind the other."""
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """What the kernel needs besides to run."""
+    with (
+        mended_interpreter(),
+        patch.object(formula, "libdevice", DEVICE),
+        patch.object(formulas, "libdevice", DEVICE),
+    ):
+        yield
+
+
+def runner_of(
+    program: Program, num_sms: int, timeout_s: float = 2.0
+) -> tuple[RecordRunner, dict[str, Tensor]]:
+    """A runner of the program, and its tensors by name."""
     mesh = DeviceMesh(tp=1)
     local = localize(plan_program(program, mesh, CPU))
     whole = plan_whole(local, ThreadCommunicator(mesh, 0, Wires(mesh)), torch.device("cpu"))
     layouts = whole.weights, whole.states
     kernel = compile_megakernel(
-        whole.segment, mesh, num_sms=1, weights=layouts[0], states=layouts[1]
+        whole.segment, mesh, num_sms=num_sms, weights=layouts[0], states=layouts[1]
     )
     arenas, tensors = allocate_tensors(kernel.segment, layouts)
+    runner = RecordRunner(
+        kernel, rank=0, weights_arena=arenas[0], state_arena=arenas[1], timeout_s=timeout_s
+    )
+    return runner, tensors
+
+
+def difference(program: Program) -> str:
+    """From what torch gives; on one SM, since the interpreter runs SMs one behind the other."""
+    runner, tensors = runner_of(program, num_sms=1)
     values = values_of(program)
     for name, x in values.items():
         tensors[name].copy_(x)
-    RecordRunner(kernel, rank=0, weights_arena=arenas[0], state_arena=arenas[1]).launch(tensors)
+    runner.launch(tensors)
     expected = expected_of(program, values)
     for name in program.outputs:
         most = tolerance(program, name)
@@ -75,11 +98,7 @@ def difference(program: Program) -> str:
 
 
 if __name__ == "__main__":
-    with (
-        mended_interpreter(),
-        patch.object(formula, "libdevice", DEVICE),
-        patch.object(formulas, "libdevice", DEVICE),
-    ):
+    with interpreted():
         for argument in sys.argv[1:]:
             kind, _, dtype = argument.partition(":")
             print(f"{argument} {difference(program_of(kind, dtype))}", flush=True)

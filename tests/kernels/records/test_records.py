@@ -42,6 +42,22 @@ def test_interpreted_records_give_what_torch_does(names: tuple[str, ...]) -> Non
     assert done.stdout.splitlines() == [f"{name} " for name in names], done.stderr[-2000:]
 
 
+HANG = (
+    "[0, 1] rank 0, SM 0 (instruction 1, linear_1[0]) waited 0.05 s for event 0 from rank 0; "
+    "expected count {count} (launch {launch}, 2 each); it is owed by rank 0, SM 1, instruction 0, "
+    "linear_0[1]; see whether that SM ran, or report this as a bug"
+)
+
+
+def test_waits_that_never_end_are_told_as_the_first_of_the_dataflow():
+    """SM 0 runs first, and waits for what SM 1 owes it."""
+    done = run_module("tests.kernels.records.hang_interpreted")
+    first, second, last = done.stdout.splitlines()
+    for launch, line in enumerate((first, second), start=1):
+        assert line == HANG.format(launch=launch, count=2 * launch), done.stderr[-2000:]
+    assert last == "nothing"
+
+
 def on_gpu(program: Program, monkeypatch: pytest.MonkeyPatch, *, forced: bool) -> WholePlan:
     """The plan for an H200 of a few SMs."""
     return plan_for_h200(program, monkeypatch, forced=forced, num_sms=NUM_SMS)
@@ -109,6 +125,7 @@ def test_a_kernel_compiles_for_hopper_without_a_spill(kind, monkeypatch):
     code = compiled(kind, "bf16", monkeypatch)
     assert code.stack_bytes == 0
     assert ("mma.sync" in code.ptx or "wgmma" in code.ptx) == (kind == "odd_gate")
+    assert "global.gpu.relaxed.min.u64" in code.ptx  # of all waits that are given up the least
 
 
 def test_tensors_of_a_runner_are_where_they_belong_by_any_default_device(monkeypatch):

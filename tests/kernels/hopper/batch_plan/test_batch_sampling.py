@@ -20,9 +20,10 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchSample,
     pack,
 )
-from distmega.kernels.hopper.diagnosis import Report, explain_batch_hang
+from distmega.kernels.hopper.diagnosis import explain_batch_hang
 from distmega.kernels.hopper.plan.words import MAX_SMS
 from distmega.kernels.machines import H200
+from distmega.kernels.runtime.report import Report
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import Method
 from tests.kernels.hopper.batch_plan.test_batch_team import open_batch_runner

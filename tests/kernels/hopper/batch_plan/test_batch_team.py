@@ -23,9 +23,10 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchLinear,
     pack,
 )
-from distmega.kernels.hopper.diagnosis import Report, explain_batch_hang
+from distmega.kernels.hopper.diagnosis import explain_batch_hang
 from distmega.kernels.hopper.plan.words import WORDS
 from distmega.kernels.machines import H200
+from distmega.kernels.runtime.report import Report
 from distmega.sharding.layout.mesh import DeviceMesh
 from tests.kernels.hopper.one_row.test_decode_code import SPILLED_BYTES, LoneTeam
 from tests.kernels.offline import NUM_SMS, offline

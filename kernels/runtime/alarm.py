@@ -1,7 +1,7 @@
 """The host's end of bounded waits: sets their limit, hears of the ones given up.
 
 In: the report, the first words of what a kernel polls. Out: the Report of a launch whose waits
-expired. Next on the walk: one_row/runner.py.
+expired. Next on the walk: ../hopper/one_row/runner.py.
 """
 
 from ctypes import c_int32
@@ -9,13 +9,14 @@ from ctypes import c_int32
 import torch
 from torch import Tensor
 
-from distmega.kernels.hopper.diagnosis import Report, read_report
-from distmega.kernels.hopper.plan.words import (
+from distmega.kernels.runtime.report import (
     NO_REPORT,
     REPORT_ALARM,
     REPORT_FIRST,
     REPORT_LIMIT,
     REPORT_WORDS,
+    Report,
+    read_report,
 )
 
 LOCAL_LIMIT_S = 2.0
@@ -39,9 +40,13 @@ class Alarm:
         """What waits of earlier launches came to nothing, once; waits for those launches if so."""
         if not self._raised_word.value:
             return None
-        torch.cuda.synchronize(self._report.device)
+        self._synchronize()
         report = read_report(int(self._report[REPORT_FIRST]))
         self._report[REPORT_FIRST] = NO_REPORT
-        torch.cuda.synchronize(self._report.device)
+        self._synchronize()
         self._raised_word.value = 0
         return report
+
+    def _synchronize(self) -> None:
+        if self._report.is_cuda:
+            torch.cuda.synchronize(self._report.device)
