@@ -422,38 +422,58 @@ def store_partial(partials, slot, y, highest, sums, h: gl.constexpr, D: gl.const
 
 
 @gluon.jit
+def load_partial(partials, first_sm, i, num, D: gl.constexpr, OUT: gl.constexpr):
+    """Number i of the partials that `combine` joins: outputs, their maxima and sums; of i >= num
+    what changes nothing.
+    """
+    WIDTH: gl.constexpr = 64 * num_halves(D)
+    SPAN: gl.constexpr = padded_columns(D)
+    r = gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, OUT))
+    c = gl.arange(0, SPAN, layout=gl.SliceLayout(0, OUT))
+    slot = (first_sm + i) * 2 + gl.where(i == 0, 1, 0)
+    base = partials + slot * (GROUP_LIMIT * WIDTH + PARTIAL_EXTRA)
+    extra = base + GROUP_LIMIT * WIDTH + r
+    there = (r >= 0) & (i < num)
+    inside = gl.expand_dims(c < WIDTH, 0) & gl.expand_dims(there, 1)
+    at = base + gl.expand_dims(r * WIDTH, 1) + gl.expand_dims(c, 0)
+    y = gl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+    highest = gl.load(extra, mask=there, other=float("-inf"), cache_modifier=".cg")
+    sums = gl.load(extra + GROUP_LIMIT, mask=there, other=0.0, cache_modifier=".cg")
+    return y, highest, sums
+
+
+@gluon.jit
+def join_partial(o, m, l, y, highest, sums):
+    """Outputs so far, their maxima and sums, with those of one more."""
+    m_new = gl.maximum(m, highest)
+    alpha = gl.exp2(m - m_new)
+    beta = gl.exp2(highest - m_new)
+    o = o * gl.expand_dims(alpha, 1) + y * gl.expand_dims(beta, 1)
+    return o, m_new, l * alpha + sums * beta
+
+
+@gluon.jit
 def combine(
     acts, first, partials, query0, sequence, first_sm, num, D: gl.constexpr, G: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """The output from the partials of SMs first_sm on: the first's second, the others' first."""
+    """The output from the partials of SMs first_sm on: the first's second, the others' first. Four
+    are asked for at a time, and join in the SMs' order.
+    """
     OUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0])
-    WIDTH: gl.constexpr = 64 * num_halves(D)
     SPAN: gl.constexpr = padded_columns(D)
-    stride: gl.constexpr = GROUP_LIMIT * WIDTH + PARTIAL_EXTRA
-    r = gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, OUT))
-    c = gl.arange(0, SPAN, layout=gl.SliceLayout(0, OUT))
     o = gl.zeros([GROUP_LIMIT, SPAN], gl.float32, layout=OUT)
     m = gl.full([GROUP_LIMIT], float("-inf"), gl.float32, layout=gl.SliceLayout(1, OUT))
     l = gl.zeros([GROUP_LIMIT], gl.float32, layout=gl.SliceLayout(1, OUT))
-    for i in range(keep(num)):
-        slot = (first_sm + i) * 2 + gl.where(i == 0, 1, 0)
-        at = partials + slot * stride + gl.expand_dims(r * WIDTH, 1) + gl.expand_dims(c, 0)
-        if SPAN == WIDTH:
-            y = gl.load(at, cache_modifier=".cg")
-        else:
-            inside = gl.expand_dims(c < WIDTH, 0) & gl.expand_dims(r >= 0, 1)
-            y = gl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
-        highest = gl.load(partials + slot * stride + GROUP_LIMIT * WIDTH + r, cache_modifier=".cg")
-        sums = gl.load(
-            partials + slot * stride + GROUP_LIMIT * WIDTH + GROUP_LIMIT + r, cache_modifier=".cg"
-        )
-        m_new = gl.maximum(m, highest)
-        alpha = gl.exp2(m - m_new)
-        beta = gl.exp2(highest - m_new)
-        o = o * gl.expand_dims(alpha, 1) + y * gl.expand_dims(beta, 1)
-        l = l * alpha + sums * beta
-        m = m_new
+    for i in range(0, keep(num), 4):
+        a, highest_a, sums_a = load_partial(partials, first_sm, i, num, D, OUT)
+        b, highest_b, sums_b = load_partial(partials, first_sm, i + 1, num, D, OUT)
+        c, highest_c, sums_c = load_partial(partials, first_sm, i + 2, num, D, OUT)
+        d, highest_d, sums_d = load_partial(partials, first_sm, i + 3, num, D, OUT)
+        o, m, l = join_partial(o, m, l, a, highest_a, sums_a)
+        o, m, l = join_partial(o, m, l, b, highest_b, sums_b)
+        o, m, l = join_partial(o, m, l, c, highest_c, sums_c)
+        o, m, l = join_partial(o, m, l, d, highest_d, sums_d)
     o = o / gl.expand_dims(l, 1)
     even, odd = gl.split(gl.reshape(o, [GROUP_LIMIT, SPAN // 2, 2]))
     PAIRED: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
