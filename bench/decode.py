@@ -130,7 +130,7 @@ def our_step(case: Case, engine: Engine) -> Call:
     def run() -> None:
         # other tokens, since rows that are alike go to the same experts
         stepping.start(range(1, case.batch + 1), [case.context - 1] * case.batch)
-        stepping.decode(STEPS)
+        stepping.run_steps(STEPS)
 
     return run
 

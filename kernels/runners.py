@@ -118,7 +118,7 @@ def open_hopper(
     team: Team | None = None,
     timeout_s: float = 60.0,
 ) -> SteppingRunner:
-    """The decode kernel that does what plan_hopper gave. team: as there; all of its ranks, and all
+    """The kernel that does what plan_hopper gave. team: as there; all of its ranks, and all
     other teams, make this call; LaunchError, on all, where some share no memory. timeout_s: bound
     on a wait for another rank.
     """

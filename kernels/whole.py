@@ -317,12 +317,12 @@ def _team(comm: Communicator) -> Team | None:
 
 def _require_whole_rows(queues: Queues, local: Localized) -> None:
     """Refuses rows that come in of which ranks have other columns each, where a kernel takes them
-    for the same: ranks hand out a token's row, and that of an input to the kernel of one row.
+    for the same: ranks hand out an id's row, and that of an input to the kernel of one row.
     """
-    if queues.num_ranks == 1 or (isinstance(queues, BatchQueues) and not queues.tokens):
+    if queues.num_ranks == 1 or (isinstance(queues, BatchQueues) and not queues.ids):
         return
     columns = max(local.allocations[queues.embed].dims, key=lambda found: found.dim)
-    if columns.axes and columns.local_extent == queues.hidden:
+    if columns.axes and columns.local_extent == queues.entry_columns:
         raise UnsupportedError(
             f"rows of {queues.embed!r} with {columns.local_extent} of {columns.extent} columns on "
             "each rank",

@@ -83,7 +83,7 @@ class LibrarySteps:
     def prepare(self) -> None:
         """See SteppingRunner: the graph is captured when its first step runs."""
 
-    def decode(self, num_steps: int) -> Tensor:
+    def run_steps(self, num_steps: int) -> Tensor:
         """See SteppingRunner."""
         rows = torch.empty((num_steps, *self._tokens.shape), dtype=torch.int64,
                            device=self._tokens.device)  # fmt: skip

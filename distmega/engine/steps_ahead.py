@@ -65,7 +65,7 @@ def launch_sizes(num_steps: int) -> Iterator[int]:
 
 
 def _launch(stepping: SteppingRunner, num_steps: int, note: Callable[[int], None]) -> _Launch:
-    tokens = stepping.decode(num_steps)
+    tokens = stepping.run_steps(num_steps)
     rows = tokens.to("cpu", non_blocking=True)
     total = last_logits(stepping, tokens.shape[1]).sum().to("cpu", non_blocking=True)
     note(num_steps)

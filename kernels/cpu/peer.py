@@ -16,7 +16,6 @@ communicates instead. Next on the walk: interpreter.py.
 import mmap
 import os
 import platform
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,8 +30,8 @@ Gather = Callable[[Plain], Sequence[object]]
 """Gathers one plain value (hostir/comm/plain.py) from each rank, in rank order, on all of them."""
 
 COUNTER_BYTES = 4
-TOKEN_BYTES = ALIGNMENT_BYTES
-"""Room at the start of a mapping for the token that tells it from any other file."""
+NONCE_BYTES = ALIGNMENT_BYTES
+"""Room at the start of a mapping for the nonce that tells it from any other file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +51,8 @@ class PeerSizes:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of a mapping: token, counters, arena."""
-        return TOKEN_BYTES + self.counter_bytes + max(_round_up(self.arena_bytes), ALIGNMENT_BYTES)
+        """Bytes of a mapping: nonce, counters, arena."""
+        return NONCE_BYTES + self.counter_bytes + max(_round_up(self.arena_bytes), ALIGNMENT_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,18 +68,18 @@ class Peers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Offer:
-    """What a rank tells the others: where its file is, and the token at the start of it."""
+    """What a rank tells the others: where its file is, and the nonce at the start of it."""
 
     rank: int
     path: str
-    token: bytes
+    nonce: bytes
     sizes: PeerSizes
     problem: str = ""
 
     def as_plain(self) -> Plain:
         """The offer as the exchange takes it: numbers, text, bytes, and a tuple of such."""
         sizes = self.sizes.arena_bytes, self.sizes.num_events, self.sizes.num_lanes
-        return self.rank, self.path, self.token, sizes, self.problem
+        return self.rank, self.path, self.nonce, sizes, self.problem
 
 
 def _heard(given: object) -> _Offer:
@@ -89,12 +88,12 @@ def _heard(given: object) -> _Offer:
         case (
             int(rank),
             str(path),
-            bytes(token),
+            bytes(nonce),
             (int(arena_bytes), int(num_events), int(num_lanes)),
             str(problem),
         ):
             sizes = PeerSizes(arena_bytes=arena_bytes, num_events=num_events, num_lanes=num_lanes)
-            return _Offer(rank=rank, path=path, token=token, sizes=sizes, problem=problem)
+            return _Offer(rank=rank, path=path, nonce=nonce, sizes=sizes, problem=problem)
         case _:
             raise LaunchError(
                 f"an offer of shared memory of unknown form, {given!r}",
@@ -124,11 +123,11 @@ def share_peers(rank: int, ranks: Sequence[int], sizes: PeerSizes, gather: Gathe
 
     Raises LaunchError, on all ranks, if one of them can't create or reach the memory.
     """
-    token = secrets.token_bytes(16)
-    descriptor, problem = _create(sizes, token)
+    nonce = os.urandom(16)
+    descriptor, problem = _create(sizes, nonce)
     try:
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        mine = _Offer(rank=rank, path=path, token=token, sizes=sizes, problem=problem)
+        mine = _Offer(rank=rank, path=path, nonce=nonce, sizes=sizes, problem=problem)
         offered = [_heard(given) for given in gather(mine.as_plain())]
         assert [offer.rank for offer in offered] == list(ranks), f"exchange gave {offered}"
         _raise_first({offer.rank: offer.problem for offer in offered}, "create peer memory")
@@ -140,15 +139,15 @@ def share_peers(rank: int, ranks: Sequence[int], sizes: PeerSizes, gather: Gathe
     return _peers(buffers, sizes)
 
 
-def _create(sizes: PeerSizes, token: bytes) -> tuple[int, str]:
-    """A new anonymous file with the token in it, or -1 and what is wrong."""
+def _create(sizes: PeerSizes, nonce: bytes) -> tuple[int, str]:
+    """A new anonymous file with the nonce in it, or -1 and what is wrong."""
     if problem := peer_memory_problem():
         return -1, problem
     descriptor = -1
     try:
         descriptor = os.memfd_create("distmega-peer")
         os.posix_fallocate(descriptor, 0, sizes.total_bytes)
-        os.pwrite(descriptor, token, 0)
+        os.pwrite(descriptor, nonce, 0)
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)
@@ -167,7 +166,7 @@ def _map_all(offers: Sequence[_Offer], sizes: PeerSizes) -> tuple[dict[int, mmap
                 buffer = mmap.mmap(file.fileno(), sizes.total_bytes)
         except (OSError, ValueError) as error:
             return buffers, f"memory of rank {offer.rank} is out of reach: {error}"
-        if buffer[: len(offer.token)] != offer.token:
+        if buffer[: len(offer.nonce)] != offer.nonce:
             return buffers, f"memory of rank {offer.rank} is out of reach: it is on another host"
         buffers[offer.rank] = buffer
     return buffers, ""
@@ -185,14 +184,14 @@ def _raise_first(problems: Mapping[int, str], what: str) -> None:
 
 def _peers(buffers: Mapping[int, mmap.mmap], sizes: PeerSizes) -> Peers:
     assert len(buffers) == sizes.num_lanes, f"{len(buffers)} ranks, {sizes.num_lanes} lanes"
-    start = TOKEN_BYTES + sizes.counter_bytes
+    start = NONCE_BYTES + sizes.counter_bytes
     return Peers(
         arenas={
             rank: torch.frombuffer(buffer, dtype=torch.uint8, offset=start)
             for rank, buffer in buffers.items()
         },
         counters={
-            rank: memoryview(buffer)[TOKEN_BYTES:start].cast("i")
+            rank: memoryview(buffer)[NONCE_BYTES:start].cast("i")
             for rank, buffer in buffers.items()
         },
         lanes={rank: lane for lane, rank in enumerate(buffers)},

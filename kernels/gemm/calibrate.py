@@ -46,13 +46,13 @@ class _Clock:
 
     def times_us(self, *calls: Callable[[], object]) -> list[float]:
         """Median time of each call, all in turn in every round."""
-        token = torch.zeros(1)
+        arrival = torch.zeros(1)
         spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
         for number in range(ROUNDS + 2):
             for call, pairs in zip(calls, spans, strict=True):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
-                dist.all_reduce(token, group=self.group)
+                dist.all_reduce(arrival, group=self.group)
                 start.record()
                 call()
                 end.record()

@@ -2,9 +2,9 @@
 flags.
 
 In: x on every rank. Out: the sum on every rank, taken in fp32 in rank order and so bitwise equal.
-As in the decode kernel a rank pushes its words, two bf16 and a flag each, and polls its own memory,
-so that no fence and no barrier is needed. One shot pushes all of x to every rank; two shots push
-each rank its part, and then the sum of the part to every rank. The flag is the number of the
+As in the persistent kernels a rank pushes its words, two bf16 and a flag each, and polls its own
+memory, so that no fence and no barrier is needed. One shot pushes all of x to every rank; two shots
+push each rank its part, and then the sum of the part to every rank. The flag is the number of the
 launch, which each program counts in device memory: a launch can be captured in a CUDA graph.
 
 Buffers have two copies, for launches of odd and even number. Whoever pushes in launch n has ended

@@ -1,4 +1,4 @@
-"""Says who waits for what and who owes it, after waits of the decode kernel were given up.
+"""Says who waits for what and who owes it, after waits of a persistent kernel were given up.
 
 In: the queues of a launch, and the least wait that was given up, as ptx/spins.py left it in the
 report at the start of the symmetric buffer. Out: a HangError. The kernel records only a flag, a
@@ -60,7 +60,7 @@ def explain_hang(queues: RowQueues, report: Report, *, limit_s: float, rank: int
             for read in reads(one, queues)
             if report.word in read.words and read.generation == generation
         ),
-        "the choice of the next token",
+        "the choice of the next id",
     )
     debtors = [
         f"rank {rank if write.rank is None else write.rank}, SM {sm}, instruction {i}, "
@@ -84,8 +84,8 @@ def _is_own_row(one: Instruction, write: Write, rank: int, queues: RowQueues) ->
     """Whether it is a whole row of the embedding that this rank itself would push: it knows that it
     has none, or it would have.
     """
-    is_whole = isinstance(one, RowEmbed) and 2 * one.num_words == queues.hidden
-    return is_whole and bool(queues.tokens) and write.rank == rank
+    is_whole = isinstance(one, RowEmbed) and 2 * one.num_words == queues.entry_columns
+    return is_whole and bool(queues.ids) and write.rank == rank
 
 
 def _queue(queues: RowQueues, sm: int) -> tuple[Instruction, ...]:
@@ -110,7 +110,9 @@ def describe(one: Instruction) -> str:
         case RowCombine():
             return f"{one.name}, sum of head {one.head}"
         case RowSample():
-            return f"{one.name}, {'slots' if one.vocab else 'rows'} {one.row0} to {one.num_rows}"
+            return (
+                f"{one.name}, {'slots' if one.rank_logits else 'rows'} {one.row0} to {one.num_rows}"
+            )
         case RowRoute():
             return f"choice of experts {one.name}"
         case RowBarrier():

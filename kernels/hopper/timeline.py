@@ -1,4 +1,4 @@
-"""A timeline of decode steps: a track an SM, a span an instruction and what it spends its time on.
+"""A timeline of steps: a track an SM, a span an instruction and what it spends its time on.
 
 In: the queues of a launch and the kernel's stamps. Out: spans for distmega/trace_file.py.
 Torch-free. Next on the walk: one_row/kernel.py.

@@ -299,7 +299,7 @@ class Embedding:
     out: Ref
     rows: int
     dim: int
-    vocab: int
+    table_rows: int
     id_stride: int
     table_strides: Pair
     out_strides: Pair
@@ -488,7 +488,7 @@ class Argmax:
     value: Ref
     index: Ref
     rows: int
-    vocab: int
+    columns: int
     row_strides: Triple
     step: int
     axis: int
@@ -540,7 +540,7 @@ class Sample:
     value: Ref
     index: Ref
     rows: int
-    vocab: int
+    columns: int
     axis: int
     stride: int
     extent: int

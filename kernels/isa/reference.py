@@ -245,7 +245,7 @@ def _attend_all(
 
 def _embedding(i: opcodes.Embedding, memory: RankMemory) -> Run:
     ids = memory.view(i.ids, (i.rows,), (i.id_stride,))
-    table = memory.view(i.table, (i.vocab, i.dim), i.table_strides)
+    table = memory.view(i.table, (i.table_rows, i.dim), i.table_strides)
     out = memory.view(i.out, (i.rows, i.dim), i.out_strides)
     base = _base(i.axis, i.stride, memory)
 
@@ -389,7 +389,7 @@ def _take_shard(i: opcodes.TakeShard, memory: RankMemory) -> Run:
 
 
 def _argmax(i: opcodes.Argmax, memory: RankMemory) -> Run:
-    x = memory.view(i.x, (i.rows, i.vocab), (i.row_strides[0], i.step))
+    x = memory.view(i.x, (i.rows, i.columns), (i.row_strides[0], i.step))
     value = memory.view(i.value, (i.rows,), i.row_strides[1:2])
     index = memory.view(i.index, (i.rows,), i.row_strides[2:])
     base = _base(i.axis, i.stride, memory)
@@ -429,7 +429,7 @@ def _cutoff(i: opcodes.Cutoff, memory: RankMemory) -> Run:
 
 
 def _sample(i: opcodes.Sample, memory: RankMemory) -> Run:
-    x = memory.view(i.x, (i.rows, i.vocab), (i.strides[0], i.steps[0]))
+    x = memory.view(i.x, (i.rows, i.columns), (i.strides[0], i.steps[0]))
     limits = memory.view(i.limits, (i.rows, 2), (i.strides[1], i.steps[1]))
     seeds, positions, value, index = (
         memory.view(ref, (i.rows,), (stride,))

@@ -392,7 +392,7 @@ def _embedding(context: Context, part: IterationBox) -> Instruction:
         out=context.ref(part, 2),
         rows=m.length,
         dim=d.length,
-        vocab=context.op.axis("v").extent,
+        table_rows=context.op.axis("v").extent,
         id_stride=m.strides[0],
         table_strides=(context.stride("v", 1), d.strides[1]),
         out_strides=(m.strides[2], d.strides[2]),
@@ -423,18 +423,18 @@ def classes_but(rest: str, *whole: str, **own: str) -> Callable[[Op], Mapping[st
 
 def _argmax(context: Context, part: IterationBox) -> Instruction:
     (m,) = part.dims["m"]
-    vocab = context.op.axis("v").extent
+    columns = context.op.axis("v").extent
     return opcodes.Argmax(
         x=context.ref(part, 0),
         value=context.ref(part, 1),
         index=context.ref(part, 2),
         rows=m.length,
-        vocab=vocab,
+        columns=columns,
         row_strides=(m.strides[0], m.strides[1], m.strides[2]),
         step=context.stride("v", 0),
         axis=context.axis_number("base_axis"),
         stride=int(context.number("base_stride", 0)),
-        extent=int(context.number("extent", vocab)),
+        extent=int(context.number("extent", columns)),
     )
 
 
@@ -476,7 +476,7 @@ def _cutoff_classes(op: Op) -> dict[str, str]:
 
 def _sample(context: Context, part: IterationBox) -> Instruction:
     (m,) = part.dims["m"]
-    vocab = context.op.axis("v").extent
+    columns = context.op.axis("v").extent
     return opcodes.Sample(
         x=context.ref(part, 0),
         limits=context.ref(part, 1),
@@ -485,10 +485,10 @@ def _sample(context: Context, part: IterationBox) -> Instruction:
         value=context.ref(part, 4),
         index=context.ref(part, 5),
         rows=m.length,
-        vocab=vocab,
+        columns=columns,
         axis=context.axis_number("base_axis"),
         stride=int(context.number("base_stride", 0)),
-        extent=int(context.number("extent", vocab)),
+        extent=int(context.number("extent", columns)),
         strides=opcodes.six(m.strides),
         steps=(context.stride("v", 0), context.stride("j", 1)),
     )

@@ -1,7 +1,7 @@
 """Library ops of a host program on a GPU: the pipelined kernels for pointwise ops, norms and
 softmax, ugraphs/ for the graphs of rewrite rules, heads.py for rotations and caches,
 packed_attention.py for prompts, grouped_products.py and weighted_rows.py for experts,
-row_attention.py for decode steps, row_maxima.py for their tokens, torch for the rest.
+row_attention.py for one row of each, row_maxima.py for argmax, torch for the rest.
 
 Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluator is given. On
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.

@@ -1,4 +1,4 @@
-"""Attention of a decode step on a GPU: one row of each sequence, over that sequence's cache.
+"""Attention of a step on a GPU: one row of each sequence, over that sequence's cache.
 
 In: q [s, h, g, d] of sequences that are at any positions, caches, positions on the device, as
 hostir/library/ops.py's attention takes them. Out: a new tensor. A program has the query heads of a

@@ -176,7 +176,7 @@ def tuning(path: Path = CHOICES) -> Iterator[None]:
     if many:
         text = _as_text(_table.known()).encode()
         first, *_ = gather_bytes(text, dist.get_world_size(), None)
-        _table.entries = _of_text(first.decode())
+        _table.entries = _of_text(str(first, "utf-8"))
     _table.version += 1
     if not many or dist.get_rank() == 0:
         write_choices(path, _table.known())

@@ -215,7 +215,7 @@ def embedding(record, arenas, spec: tl.constexpr, member):
     out = operand(record, arenas, spec, "out")
     rows, dim = number(record, spec, "rows"), number(record, spec, "dim")
     base = coordinate(member, record, spec) * number(record, spec, "stride")
-    vocab, id_stride = number(record, spec, "vocab"), number(record, spec, "id_stride")
+    table_rows, id_stride = number(record, spec, "table_rows"), number(record, spec, "id_stride")
     table_m = number(record, spec, "table_strides", 0)
     table_d = number(record, spec, "table_strides", 1)
     out_m, out_d = number(record, spec, "out_strides", 0), number(record, spec, "out_strides", 1)
@@ -224,7 +224,7 @@ def embedding(record, arenas, spec: tl.constexpr, member):
         mask = point < rows * dim
         m, d = point // dim, point % dim
         row = read(ids + m * id_stride, mask, spec, "ids") - base
-        there = mask & (row >= 0) & (row < vocab)
+        there = mask & (row >= 0) & (row < table_rows)
         found = read(table + row * table_m + d * table_d, there, spec, "table")
         write(out + m * out_m + d * out_d, found, mask, spec, "out")
 

@@ -233,7 +233,7 @@ def argmax(record, arenas, spec: tl.constexpr, member):
     rows, step = number(record, spec, "rows"), number(record, spec, "step")
     base = coordinate(member, record, spec) * number(record, spec, "stride")
     left = number(record, spec, "extent") - base
-    extent = tl.maximum(0, tl.minimum(number(record, spec, "vocab"), left))
+    extent = tl.maximum(0, tl.minimum(number(record, spec, "columns"), left))
     wide: tl.constexpr = wide_type(spec, "x")
     always = tl.full([1], True, tl.int1)
     for m in range(rows):

@@ -1,7 +1,7 @@
 """Launches of one kernel with the same constants again and again, with little work on the host.
 
 In: a kernel, its grid, constants and options. Out: a callable that takes the other arguments. To
-find the compiled kernel Triton looks at each argument, which takes 0.2 to 0.3 ms for the decode
+find the compiled kernel Triton looks at each argument, which takes 0.2 to 0.3 ms for the steps'
 kernel; only the first launch does so. A kernel that takes long to compile can be prepared while the
 host does something else. Next on the walk: hopper/one_row/kernel.py.
 """

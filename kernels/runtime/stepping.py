@@ -1,6 +1,6 @@
-"""What a kernel of decode steps offers its callers, whichever kernel it is.
+"""What a persistent kernel offers its callers, whichever kernel it is.
 
-In: tokens and positions. Out: the tokens that the steps chose. ../runners.py opens one; next on the
+In: ids and positions. Out: the ids that the steps chose. ../runners.py opens one; next on the
 walk: hopper/one_row/runner.py.
 """
 
@@ -14,7 +14,7 @@ from distmega.hostir.run.evaluator import KernelRunner
 from distmega.trace_file import Span
 
 NO_SAMPLE_INPUTS: Mapping[str, Tensor] = MappingProxyType({})
-"""For a segment that takes the most likely token."""
+"""For a segment that takes the most likely id."""
 
 
 class BoundedRunner(KernelRunner, Protocol):
@@ -28,20 +28,20 @@ class BoundedRunner(KernelRunner, Protocol):
 
 
 class SteppingRunner(BoundedRunner, Protocol):
-    """A runner that also takes several decode steps in one launch. logits: f32 of the last step, of
-    this rank's tokens, [n], or [sequences at least, n] of a batch.
+    """A runner that also takes several steps in one launch. logits: f32 of the last step, of
+    this rank, [n], or [sequences at least, n] of a batch.
     """
 
     logits: Tensor
 
     def start(
         self,
-        tokens: Sequence[int],
+        ids: Sequence[int],
         positions: Sequence[int],
         sample_inputs: Mapping[str, Tensor] = NO_SAMPLE_INPUTS,
     ) -> None:
-        """The next step appends a token to each sequence, at its position. sample_inputs: the
-        segment's inputs that say how tokens are sampled, if it samples.
+        """The next step appends an id to each sequence, at its position. sample_inputs: the
+        segment's inputs that say how ids are sampled, if it samples.
         """
         ...
 
@@ -49,12 +49,12 @@ class SteppingRunner(BoundedRunner, Protocol):
         """Begins to compile what the first step launches, beside what the host does next."""
         ...
 
-    def decode(self, num_steps: int) -> Tensor:
-        """Runs steps after those before; the tokens they chose, [num_steps, sequences]."""
+    def run_steps(self, num_steps: int) -> Tensor:
+        """Runs steps after those before; the ids they chose, [num_steps, sequences]."""
         ...
 
     def trace(self, num_steps: int) -> list[Span]:
-        """As decode, but gives the steps' timeline on the GPU's clock; RequestError for a kernel
+        """As run_steps, but gives the steps' timeline on the GPU's clock; RequestError for a kernel
         that keeps none.
         """
         ...

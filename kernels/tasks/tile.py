@@ -3,9 +3,9 @@
 In: a segment, the number of workers (SMs), and the machine. Out: one TaskGroup an op, views
 excepted, in program order. A linear is cut into ranges of weight rows that give every worker the
 same bytes; one of many rows into tiles of rows and columns, of the size that is done first.
-Everything else is small in decoding: it is cut only into as many tasks as are worth starting, each
-one box of the iteration space. Reduced, scattered and looked-up axes stay whole inside a task. Next
-on the walk: graph.py.
+Everything else is small where rows are few: it is cut only into as many tasks as are worth
+starting, each one box of the iteration space. Reduced, scattered and looked-up axes stay whole
+inside a task. Next on the walk: graph.py.
 """
 
 import math

@@ -77,7 +77,7 @@ def test_steps_feed_themselves_and_rows_that_do_not_count_stay():
     evaluator, given = opened()
     steps = LibrarySteps(evaluator, given, BATCH)
     steps.start([n % 7 for n in range(18)], [n % 5 for n in range(18)])
-    rows = torch.cat([steps.decode(1), steps.decode(3)])
+    rows = torch.cat([steps.run_steps(1), steps.run_steps(3)])
     assert torch.equal(rows, torch.stack(expected))
     assert steps.logits.shape == (BATCH, 1)
     assert steps.logits.isfinite().all()
@@ -88,7 +88,7 @@ def test_numbers_that_are_none_are_seen_in_what_tokens_were_chosen_for():
     steps = LibrarySteps(evaluator, given, BATCH)
     given["norm"].fill_(float("nan"))
     steps.start([1] * BATCH, [0] * BATCH)
-    steps.decode(1)
+    steps.run_steps(1)
     assert not steps.logits.isfinite().any()
 
 
@@ -107,7 +107,7 @@ def test_a_step_is_one_replay_of_a_graph(monkeypatch: pytest.MonkeyPatch):
     steps = LibrarySteps(evaluator, given, BATCH)
     steps._captures = True
     steps.start([1] * BATCH, [0] * BATCH)
-    steps.decode(3)
+    steps.run_steps(3)
     zeros = torch.zeros(BATCH, dtype=torch.int64)
     found = steps.run({"tokens": zeros, "positions": zeros})
     assert calls == ["capture", *["replay"] * 4]

@@ -72,7 +72,7 @@ def run_engine(batch: int, sampling: Sampling) -> None:
     assert engine.stepping is not None
     engine.stepping.start([5 + b for b in range(batch)], [127] * batch, engine._sample_inputs)
     for _ in range(2):
-        engine.stepping.decode(2)
+        engine.stepping.run_steps(2)
     torch.cuda.synchronize()
     engine.stepping.raise_hang()
 

@@ -53,7 +53,7 @@ def main() -> None:
     prompt = list(range(100, 228))
     tokens = [engine.prefill(prompt)]
     engine.stepping.start(tokens, [len(prompt)])
-    tokens += engine.stepping.decode(NUM_TOKENS)[:, 0].tolist()
+    tokens += engine.stepping.run_steps(NUM_TOKENS)[:, 0].tolist()
     counts["compiled in all"] = num_compiled()
     print(json.dumps({**counts, "tokens": tokens}))
 

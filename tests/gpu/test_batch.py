@@ -83,7 +83,7 @@ def test_many_steps_repeat_bit_by_bit():
     runs = []
     for _ in range(3):
         stepping.start([1, 2, 3], [900, 2500, 20])
-        runs.append(torch.cat([stepping.decode(500).clone() for _ in range(2)]))
+        runs.append(torch.cat([stepping.run_steps(500).clone() for _ in range(2)]))
         engine.tensor("layers.0.k_cache")[:, :, 900:].zero_()
     assert torch.equal(runs[0], runs[1])
     assert torch.equal(runs[0], runs[2])

@@ -232,7 +232,7 @@ def test_many_steps_of_a_batch_repeat_bit_by_bit():
         for cache in engine.decode_plan.states.tensors:
             engine.tensor(cache).zero_()
         stepping.start(range(1, 17), [16 * slot for slot in range(16)])
-        runs.append(torch.cat([stepping.decode(100).clone() for _ in range(5)]))
+        runs.append(torch.cat([stepping.run_steps(100).clone() for _ in range(5)]))
     assert torch.equal(*runs)
 
 
@@ -260,7 +260,7 @@ def test_no_tile_is_overwritten_while_it_is_read(monkeypatch):
     assert isinstance(stepping, runner.BatchRunner)
     for _ in range(1000):
         stepping.start(range(1, 17), [16 * slot for slot in range(16)])
-        stepping.decode(1)
+        stepping.run_steps(1)
         found.append(stepping.logits.clone())
     assert all(torch.equal(found[0], each) for each in found)
 
@@ -275,7 +275,7 @@ def test_fewer_sequences_read_fewer_experts():
     assert first == list(itertools.islice(engine.generate_all(prompts, ignore_eos=True), 20))
     before = stepping.num_hits
     stepping.start([1, 2, 3], [3, 1, 2])
-    stepping.decode(4)
+    stepping.run_steps(4)
     most = 4 * config.num_layers * 3 * config.experts_per_token
     assert 0 < stepping.num_hits - before <= most
 

@@ -55,7 +55,7 @@ def sampled_by_kernel(
                 row0=first,
                 num_rows=min(last, len(logits)),
                 src=src,
-                vocab=vocab,
+                rank_logits=vocab,
             )
         )
         for first, last in itertools.pairwise(starts)

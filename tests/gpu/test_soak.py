@@ -25,7 +25,7 @@ def run_once(engine, prompt: list[int], launches: list[int]) -> list[Tensor]:
     stepping = engine.stepping
     tokens = [engine.prefill(prompt, slot) for slot in range(engine.batch)]
     stepping.start(tokens, [len(prompt)] * engine.batch, engine._sample_inputs)
-    chosen = torch.cat([stepping.decode(num).clone() for num in launches])
+    chosen = torch.cat([stepping.run_steps(num).clone() for num in launches])
     end = len(prompt) + RUN_STEPS
     caches = [engine.tensor(f"layers.2.{which}_cache")[..., :end, :] for which in "kv"]
     return [chosen, stepping.logits.clone(), *(cache.clone() for cache in caches)]

@@ -55,7 +55,7 @@ def _do(op: Fused, known: dict[str, Tensor]) -> None:
             taken += [known[name] for name in op.operands]
             known[op.out] = evaluate(op.formula, taken)
         case FusedChoice():
-            known[op.token] = known[op.source].argmax(-1)
+            known[op.chosen] = known[op.source].argmax(-1)
         case FusedContraction():
             x = normalised(known[op.x], op.norm, known)
             if op.normed:

@@ -94,6 +94,8 @@ def test_explain_says_what_decodes(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "tasks a step, on Hopper GPUs" in capsys.readouterr().out
     save("llama", tmp_path, head_dim=264)
     assert main(["explain", str(tmp_path), "--machine", "h200"]) == 0
-    assert "decode steps: library ops, since the decode kernel can't do" in capsys.readouterr().out
+    assert (
+        "decode steps: library ops, since the persistent kernel can't do" in capsys.readouterr().out
+    )
     assert main(["explain", "smollm2-135m", "--machine", "h200"]) == 0
     assert "tasks a step, on Hopper GPUs" in capsys.readouterr().out

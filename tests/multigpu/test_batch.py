@@ -21,8 +21,8 @@ from distmega.kernels.hopper.batch_plan.words import (
     EVENT_WORDS,
     EVENTS_AT,
     FIELD_WORDS,
-    BatchHead,
     BatchLinear,
+    BatchLogits,
 )
 from distmega.models.decoder import Logits
 from distmega.models.sampling import MOST_LIKELY, Sampling
@@ -175,7 +175,7 @@ def keep_every_bit(comm: Communicator, num_steps: int) -> None:
     first: tuple[Tensor, Tensor] | None = None
     for done in range(0, num_steps, STEPS_A_LAUNCH):
         stepping.start([1, 2, 3], [0, 20, 300])
-        found = stepping.decode(STEPS_A_LAUNCH).clone(), stepping.logits.clone()
+        found = stepping.run_steps(STEPS_A_LAUNCH).clone(), stepping.logits.clone()
         first = first or found
         assert torch.equal(found[0], first[0]), f"tokens after {done} steps"
         assert torch.equal(found[1], first[1]), f"logits after {done} steps"
@@ -204,7 +204,7 @@ def start(engine: Engine, num_steps: int) -> Tensor:
     """Queues decode steps from empty caches; their tokens."""
     assert engine.stepping is not None
     engine.stepping.start([1] * BATCH, [0] * BATCH, engine._sample_inputs)
-    return engine.stepping.decode(num_steps)
+    return engine.stepping.run_steps(num_steps)
 
 
 def drop_a_part(comm: Communicator) -> None:
@@ -242,7 +242,7 @@ def drop_a_word(comm: Communicator) -> None:
     head = 5 * NUM_LAYERS + 1
     saved = stepping._words.clone()
     if comm.rank == last:  # where that of SM 205 would be
-        stepping._words[SM, head, FIELD_WORDS[BatchHead]["ready_flags"]] += 2 * 200
+        stepping._words[SM, head, FIELD_WORDS[BatchLogits]["ready_flags"]] += 2 * 200
     start(engine, 1)
     found = hang_of(engine)
     assert f"rank {comm.rank}, SM" in found, found

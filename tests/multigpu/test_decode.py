@@ -165,7 +165,7 @@ def keep_every_bit(comm: Communicator, model: str, num_steps: int) -> None:
     logits, tokens, done = None, None, 0
     while done < num_steps:
         stepping.start([1], [0])
-        found = stepping.decode(STEPS_A_LAUNCH).clone()
+        found = stepping.run_steps(STEPS_A_LAUNCH).clone()
         last = stepping.logits.clone()
         if tokens is None:
             logits, tokens = last, found

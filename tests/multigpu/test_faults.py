@@ -47,7 +47,7 @@ def start(engine: Engine, num_steps: int) -> torch.Tensor:
     """Queues decode steps from an empty cache; their tokens."""
     assert engine.stepping is not None
     engine.stepping.start([1], [0], engine._sample_inputs)
-    return engine.stepping.decode(num_steps)
+    return engine.stepping.run_steps(num_steps)
 
 
 def hang_of(engine: Engine) -> str:

@@ -1,6 +1,6 @@
 """The kernel of 2 to 16 rows: a program an SM, in step by one event an instruction.
 
-A BatchQueues and the arenas come in; tokens, the rows that a segment gives and the advanced state
+A BatchQueues and the arenas come in; ids, the rows that a segment gives and the advanced state
 go out. Start at runner.py, which launches kernel.py; loader.py fills the ring, bodies/
 computes the instructions, route.py chooses experts, team.py is what ranks do together.
 """

@@ -25,27 +25,27 @@ class BatchMemory(NamedTuple):
     """Memory of one GPU. Unless it says otherwise the kernel alone writes it after the runner has
     allocated it, all zeros.
 
-    tokens: int32 [steps, 16], that each step chose.
+    ids: int32 [steps, 16], that each step chose.
     events: int32, what other ranks write too: a report (ptx/spins.py), seeds and settings of
     samples from the runner, a counter an instruction, flagged words of ranks, lists of samples, as
     batch_plan/words.py lays them out. The report is the host's, see alarm.py.
     acts: int32 pairs of bf16, activations in the order of device.py. What lies behind the last row
     of a tensor stays zero.
     numbers: f32 [16, rows], tensors that are kept, one behind the other.
-    logits: f32 [16, tokens of this rank].
+    logits: f32 [16, rank_logits].
     sums: f32 [slots, 16, 256], each SM's part of each sequence's sum of squares.
     bests, best_rows: f32 and int32 [16, 256], each SM's highest logit and its row. The runner
-    writes the tokens to begin with there, and -inf elsewhere.
+    writes the ids to begin with there, and -inf elsewhere.
     partials: f32, two an SM, outputs, maximum and sum of a part of a sequence and head.
     arrivals: int32 [16 * kv heads * parts], SMs that have left a partial.
     vectors: bf16, the weight arena, of which norm weights and biases are read; written by nobody.
-    embed: bf16, this rank's part of the table [vocab, hidden], written by nobody; or the rows that
+    embed: bf16, this rank's part of the table [rows, columns], written by nobody; or the rows that
     come in, which the runner gives.
     cache: bf16, the arena of states: keys and values [rows, head_dim] of all sequences.
     rope: f32 [positions, head_dim], cosines, then sines; written by nobody.
     """
 
-    tokens: Tensor
+    ids: Tensor
     events: Tensor
     acts: Tensor
     numbers: Tensor
@@ -81,10 +81,10 @@ class BatchSpec:
     whether queries and keys are normalised; rotated: whether they are rotated; apart: whether they
     and values lie apart; softcap: what scores are kept below, if it is not 0; biased: whether a
     table is added to them. attends, normalises: whether there is attention, and rows in another
-    form (norms.py). looks_up: whether tokens are
+    form (norms.py). looks_up: whether ids are
     looked up in `embed`. formulas: of pointwise work on rows. wide_norms: whether weights of norms
-    are f32. keeps_tokens: whether tables are looked up besides. choice: how a token is chosen
-    (plan/words.py). head_rows: logits of an SM, at most, a power of two. whole_slices: whether rows
+    are f32. keeps_ids: whether tables are looked up besides. choice: how an id is chosen
+    (plan/words.py). sm_logits: of an SM, at most, a power of two. whole_slices: whether rows
     of weights are, and biases of two streams lie without a gap. stages: of the ring; ahead: loads
     under way at a time, at most. rows: that it computes, 16, 32 or 64. row_attention: of
     rows over rows.
@@ -105,9 +105,9 @@ class BatchSpec:
     epilogues: BatchEpilogues
     formulas: BatchFormulas
     wide_norms: bool
-    keeps_tokens: bool
+    keeps_ids: bool
     choice: int
-    head_rows: int
+    sm_logits: int
     whole_slices: bool
     num_ranks: int
     stages: int

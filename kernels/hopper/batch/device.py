@@ -92,7 +92,7 @@ def signal_event(events, event):
 @gluon.jit
 def stamp(trace, step, num_instructions, i, WHICH: gl.constexpr):
     """The time, as stamp WHICH of instruction i of this SM, where stamps are taken. trace: as of
-    decode_batch.
+    run_batch_steps.
     """
     if trace is not None:
         row = (step * gl.num_programs(0) + gl.program_id(0)) * num_instructions + i

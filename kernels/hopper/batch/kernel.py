@@ -1,8 +1,8 @@
 """The kernel of 2 to 16 rows: one persistent program an SM, a loader warp and eight compute warps;
-several steps a launch where each chooses the tokens of the next.
+several steps a launch where each chooses the ids of the next.
 
 In: queues (batch_plan/words.py), the weight arena, the KV caches, positions. Out: numbers that are
-kept, tokens, logits of the last step, the state advanced. It holds the bodies and epilogues that
+kept, ids, logits of the last step, the state advanced. It holds the bodies and epilogues that
 its segment uses; its size depends neither on the number of ops nor on the context, nor on how many
 of the 16 rows are in use. RANKS GPUs share a program as in one_row/kernel.py. Next on the walk: the
 end.
@@ -27,14 +27,14 @@ from distmega.kernels.hopper.batch.bodies.linear import (
     finish_task,
     gather_task,
     linear_task,
-    next_tokens,
+    next_ids,
     sum_factor,
 )
 from distmega.kernels.hopper.batch.bodies.norms import norm_task
 from distmega.kernels.hopper.batch.bodies.pointwise import pointwise_task
 from distmega.kernels.hopper.batch.bodies.products import product_task
 from distmega.kernels.hopper.batch.bodies.rows import attend_rows
-from distmega.kernels.hopper.batch.bodies.sample import sample_tokens
+from distmega.kernels.hopper.batch.bodies.sample import sample_ids
 from distmega.kernels.hopper.batch.device import signal_event, stamp, wait_event
 from distmega.kernels.hopper.batch.loader import loader
 from distmega.kernels.hopper.batch.route import Choice, padded, route_task
@@ -87,10 +87,10 @@ from distmega.kernels.runtime.mbarriers import make_barriers
 
 
 @gluon.jit
-def write_tokens(tokens, step, chosen, ROWS: gl.constexpr):
-    """[ROWS] tokens of a step to row `step` of int32 [steps, ROWS]."""
+def write_ids(ids, step, chosen, ROWS: gl.constexpr):
+    """[ROWS] ids of a step to row `step` of int32 [steps, ROWS]."""
     b = gl.arange(0, ROWS, layout=gl.SliceLayout(1, BY_SM))
-    gl.store(tokens + step * ROWS + b, chosen)
+    gl.store(ids + step * ROWS + b, chosen)
 
 
 @gluon.jit
@@ -98,8 +98,8 @@ def sample_from_all(
     queue, num_instructions, memory, peers, sample_words, state, batch, step, sm, num_sms, flag,
     RANKS: gl.constexpr,
 ):
-    """The last instruction, a sample within limits, where ranks share the model: the head's logits
-    to every rank, then tokens from those of all. It waits for words of all SMs in place of an
+    """The last instruction, a sample within limits, where ranks share the program: its logits
+    to every rank, then ids from those of all. It waits for words of all SMs in place of an
     event.
     """
     # or else what follows from them stays in registers, see threads_here
@@ -143,8 +143,8 @@ def is_own_sum(words):
 
 
 @gluon.jit
-def is_head(words, EPILOGUES: gl.constexpr):
-    """Whether tokens are chosen from the result of a linear."""
+def is_logits(words, EPILOGUES: gl.constexpr):
+    """Whether ids are chosen from the result of a linear."""
     found = words[OPCODE] < 0
     for i in gl.static_range(count(EPILOGUES)):
         if field(EPILOGUES, i, "ranked"):
@@ -228,12 +228,12 @@ def compute(
                 fence_all()
                 mbarrier.arrive(step_bar.index(0), count=1)
                 if spec.looks_up:
-                    chosen = next_tokens(words, memory, peers, 0, sm, flag, CHOICE, RANKS, ROWS)
+                    chosen = next_ids(words, memory, peers, 0, sm, flag, CHOICE, RANKS, ROWS)
                     if (sm == 0) & (step > 0):
-                        write_tokens(memory.tokens, step - 1, chosen, ROWS)
-                    if spec.keeps_tokens:  # noqa: SIM102  a constant
+                        write_ids(memory.ids, step - 1, chosen, ROWS)
+                    if spec.keeps_ids:  # noqa: SIM102  a constant
                         if sm == 0:
-                            write_tokens(state + (STATE_POSITIONS + ROWS), 0, chosen, ROWS)
+                            write_ids(state + (STATE_POSITIONS + ROWS), 0, chosen, ROWS)
                 else:
                     chosen = rows_given(batch, ROWS)
                 embed_task(
@@ -287,10 +287,10 @@ def compute(
                     experts_at, EXPERTS, EPILOGUES, CHOICE, RANKS, spec.stages, spec.whole_slices,
                     spec.wide_norms,
                 )
-                if CHOICE == SAMPLED and is_head(words, EPILOGUES):
-                    sample_tokens(
+                if CHOICE == SAMPLED and is_logits(words, EPILOGUES):
+                    sample_ids(
                         words, memory.logits, memory.events, memory.bests, memory.best_rows, state,
-                        batch, step, sm, spec.head_rows, RANKS,
+                        batch, step, sm, spec.sm_logits, RANKS,
                     )
                     ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile
             if RANKS > 1 and CHOICE > GREEDY and CHOICE < NO_CHOICE:
@@ -312,8 +312,8 @@ def compute(
             after = RANKS * BEST_WORDS
             if EXPERTS is not None and RANKS > 1:
                 words = fetch(queue, 0)  # those of the last instruction until here
-            chosen = next_tokens(words, memory, peers, after, sm, flag, CHOICE, RANKS, ROWS)
-            write_tokens(memory.tokens, num_steps - 1, chosen, ROWS)
+            chosen = next_ids(words, memory, peers, after, sm, flag, CHOICE, RANKS, ROWS)
+            write_ids(memory.ids, num_steps - 1, chosen, ROWS)
         b = gl.arange(0, ROWS, layout=gl.SliceLayout(1, BY_SM))
         position = gl.load(state + STATE_POSITIONS + b)
         gl.store(state + STATE_POSITIONS + b, position + num_steps)
@@ -330,11 +330,11 @@ def compute(
         "sample_words",
     ]
 )
-def decode_batch(
+def run_batch_steps(
     weights0, weights1, weights2, cache_tiles, queues, num_instructions, num_steps, state, batch,
     num_sms, max_context, memory, eps, scale, sample_words, peers, trace, spec: gl.constexpr,
 ):
-    """num_steps decode steps of `batch` sequences; one program an SM, all resident.
+    """num_steps steps of `batch` sequences; one program an SM, all resident.
 
     weights0 to 2: descriptors of row-major matrices in the weight arena, one a row length k: bf16
     [k / 64, rows, 64], read alone. cache_tiles: descriptor of memory.cache, bf16 [rows, head_dim].

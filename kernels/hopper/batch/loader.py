@@ -198,8 +198,8 @@ def loader(
     ring, step_bar, chosen, opened_bar, chosen_bar, spec: gl.constexpr,
 ):
     """Partition of one warp, which alone fills the ring. weights: a tuple of descriptors, cache:
-    one, trace, as of decode_batch; queue: int32 [num_instructions, 16], of this SM. step_bar: the
-    mbarrier at which the compute warps arrive when the positions of a step are known. chosen,
+    one, trace, as of run_batch_steps; queue: int32 [num_instructions, 16], of this SM. step_bar:
+    the mbarrier at which the compute warps arrive when the positions of a step are known. chosen,
     opened_bar, chosen_bar: see route_task.
     """
     EXPERTS: gl.constexpr = spec.experts

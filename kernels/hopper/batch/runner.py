@@ -41,7 +41,7 @@ from distmega.kernels.hopper.one_row.runner import (
     describe_cache,
     launcher_of,
     open_symmetric,
-    padded_head_rows,
+    padded_logits,
     require_steps,
 )
 from distmega.kernels.hopper.plan.types import MAX_QUERIES, NO_ATTENTION
@@ -88,7 +88,7 @@ class BatchRunner:
         views = arena_views(weights, weights_arena)
         unused = torch.zeros(16, device=device)
         self._rope = views[queues.rope_table] if queues.rope_table else unused
-        self._embed = views[queues.embed] if queues.tokens else unused.bfloat16()
+        self._embed = views[queues.embed] if queues.ids else unused.bfloat16()
         names = {one.tensor for one in queues.given}
         self._given_weights = {name: view for name, view in views.items() if name in names}
         self._vectors = weights_arena.view(torch.bfloat16)
@@ -128,17 +128,17 @@ class BatchRunner:
         heads = self._shape.num_kv_heads * self._shape.num_parts
         self._arrivals = zeros(num_rows * heads, dtype=torch.int32)
         self._state = zeros(STATE_WORDS, dtype=torch.int32)
-        self._tokens = zeros(MAX_STEPS, num_rows, dtype=torch.int32)
+        self._ids = zeros(MAX_STEPS, num_rows, dtype=torch.int32)
         self._num_sequences = queues.batch
-        self._decode = self._launcher()
+        self._steps = self._launcher()
         self._tracing: Launcher | None = None
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
         queues = self.queues
         self._num_sequences = queues.batch
-        if queues.tokens:
-            self._set_tokens(tensors[queues.tokens])
+        if queues.ids:
+            self._set_ids(tensors[queues.ids])
         else:
             self._embed = tensors[queues.embed]
         if queues.positions:
@@ -153,35 +153,35 @@ class BatchRunner:
             found = values.view(rows, kept.heads, -1)[: kept.rows]
             steps = kept.steps or (kept.num, found.shape[2])
             out.as_strided(found.shape, (*steps, 1)).copy_(found)
-        if queues.token:
-            tensors[queues.token].copy_(self._tokens[0, : queues.batch])
+        if queues.chosen:
+            tensors[queues.chosen].copy_(self._ids[0, : queues.batch])
         if queues.logits in self.segment.outputs:
             self._write_logits(tensors[queues.logits])
 
     def _write_logits(self, out: Tensor) -> None:
-        """[batch, vocab] of all ranks."""
+        """[batch, num_logits] of all ranks."""
         queues = self.queues
         found = self.logits[: queues.batch]
         if self._team is None or queues.gathers:
             out.copy_(found)
         else:
-            padding = queues.vocab - queues.logit_rows
+            padding = queues.rank_logits - queues.logit_rows
             self._team.gather(pad(found[:, : queues.logit_rows], (0, padding)).to(out.dtype), out)
 
     def start(
         self,
-        tokens: Sequence[int],
+        ids: Sequence[int],
         positions: Sequence[int],
         sample_inputs: Mapping[str, Tensor] = NO_SAMPLE_INPUTS,
     ) -> None:
-        """The next step appends a token to each of the first sequences, at its position.
-        sample_inputs: the segment's inputs that say how tokens are sampled, a row a sequence, if it
+        """The next step appends an id to each of the first sequences, at its position.
+        sample_inputs: the segment's inputs that say how ids are sampled, a row a sequence, if it
         does.
         """
         self._set_sampling(sample_inputs)
         device = self._state.device
-        self._num_sequences = len(tokens)
-        self._set_tokens(torch.tensor(tokens, device=device))
+        self._num_sequences = len(ids)
+        self._set_ids(torch.tensor(ids, device=device))
         self._set_positions(torch.tensor(positions, device=device))
 
     def _set_sampling(self, tensors: Mapping[str, Tensor]) -> None:
@@ -192,13 +192,13 @@ class BatchRunner:
             settings = self._report[2 * SETTINGS_AT :][: BATCH * SETTINGS].view(torch.float32)
             settings.view(BATCH, SETTINGS)[:num, :size].copy_(tensors[sampler.sampling])
 
-    def decode(self, num_steps: int) -> Tensor:
-        """Runs steps after those before; their tokens, int32 [num_steps, sequences], on the GPU
+    def run_steps(self, num_steps: int) -> Tensor:
+        """Runs steps after those before; their ids, int32 [num_steps, sequences], on the GPU
         until the next call. The caller sees to it that the caches have room.
         """
         require_steps(num_steps)
         self._run(num_steps)
-        return self._tokens[:num_steps, : self._num_sequences]
+        return self._ids[:num_steps, : self._num_sequences]
 
     def trace(self, num_steps: int) -> list[Span]:
         """As RowRunner's."""
@@ -227,12 +227,12 @@ class BatchRunner:
             team_rank = self._team.team_rank if self._team else 0
             raise explain_batch_hang(self.queues, report, self._alarm.limit_s, team_rank)
 
-    def _set_tokens(self, tokens: Tensor) -> None:
-        """Puts the tokens where the kernel looks for those of the step before."""
+    def _set_ids(self, ids: Tensor) -> None:
+        """Puts the ids where the kernel looks for those of the step before."""
         self._bests.fill_(-math.inf)
         self._bests[:, 0] = 0.0
         first_id = 0 if self.queues.gathers else self.queues.first_id
-        self._best_rows[: len(tokens), 0] = (tokens - first_id).to(torch.int32)
+        self._best_rows[: len(ids), 0] = (ids - first_id).to(torch.int32)
 
     def _set_given(self, tensors: Mapping[str, Tensor]) -> None:
         """Writes the numbers that the kernel finds where others leave theirs."""
@@ -254,12 +254,12 @@ class BatchRunner:
 
     def prepare(self) -> None:
         """See SteppingRunner."""
-        self._decode.prepare(*self._arguments(1, None))
+        self._steps.prepare(*self._arguments(1, None))
 
     def _run(self, num_steps: int, stamps: Tensor | None = None) -> None:
         self.raise_hang()
         if stamps is None:
-            self._decode(*self._arguments(num_steps, None))
+            self._steps(*self._arguments(num_steps, None))
             return
         if self._tracing is None:
             self._tracing = self._launcher()  # another kernel, for it is given stamps
@@ -279,7 +279,7 @@ class BatchRunner:
             len(queues.queues),
             self._shape.max_context,
             BatchMemory(
-                tokens=self._tokens,
+                ids=self._ids,
                 events=self._report,
                 acts=self._acts,
                 numbers=self._numbers,
@@ -315,13 +315,13 @@ class BatchRunner:
             softcap=self._shape.softcap,
             attends=queues.attention is not None,
             normalises=queues.normalises,
-            looks_up=queues.tokens != "",
+            looks_up=queues.ids != "",
             epilogues=queues.epilogues,
             formulas=queues.formulas,
             wide_norms=queues.wide_norms,
-            keeps_tokens=queues.keeps_tokens,
-            choice=choice_of(queues.sampler) if queues.token else NO_CHOICE,
-            head_rows=padded_head_rows(queues.head_rows),
+            keeps_ids=queues.keeps_ids,
+            choice=choice_of(queues.sampler) if queues.chosen else NO_CHOICE,
+            sm_logits=padded_logits(queues.sm_logits),
             whole_slices=queues.whole_slices,
             num_ranks=queues.num_ranks,
             stages=STAGES,
@@ -331,22 +331,22 @@ class BatchRunner:
             rows=queues.rows,
             row_attention=queues.row_attention,
         )
-        return launcher_of(kernel.decode_batch, len(queues.queues), spec)
+        return launcher_of(kernel.run_batch_steps, len(queues.queues), spec)
 
 
 def _num_words(queues: BatchQueues) -> int:
     """64-bit words of the report, the events, the lists of samples within limits, and what ranks
     exchange.
     """
-    lists = BATCH * list_words(queues.num_tokens) if queues.is_limited else 0
+    lists = BATCH * list_words(queues.num_logits) if queues.is_limited else 0
     return queues.first_list + lists
 
 
 def _view_logits(queues: BatchQueues, symmetric: Tensor) -> Tensor:
-    """[16, tokens] of all ranks, in the symmetric buffer of one of them."""
+    """[16, num_logits] of all ranks, in the symmetric buffer of one of them."""
     (buffer,) = (one for one in queues.buffers if one.name == "logits")
     logits = symmetric[buffer.first :].view(torch.float32)
-    return logits[: BATCH * queues.num_tokens].view(BATCH, queues.num_tokens)
+    return logits[: BATCH * queues.num_logits].view(BATCH, queues.num_logits)
 
 
 def _encode(queues: BatchQueues) -> Tensor:

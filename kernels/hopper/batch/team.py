@@ -1,4 +1,4 @@
-"""What the ranks of a team do together for several sequences: sums over ranks, the next tokens, the
+"""What the ranks of a team do together for several sequences: sums over ranks, the next ids, the
 logits that these are sampled from.
 
 In: `peers`, the symmetric buffer of every rank, in team order. Out: the same bits on every rank. As
@@ -25,12 +25,12 @@ from distmega.kernels.hopper.batch_plan.fields import (
     COLUMNS,
     EMB_BEST,
     EMB_FIRST_ID,
-    HEAD_FIRST_ID,
-    HEAD_NUM_TOKENS,
-    HEAD_TEAM_RANK,
     LIN_ROW0,
+    LOGITS_FIRST_ID,
+    LOGITS_TEAM_RANK,
     MATRIX_SHIFT,
     MAX_SMS,
+    NUM_LOGITS,
     NUM_ROWS,
     NUM_UNITS,
     OWN_PART,
@@ -87,7 +87,7 @@ def sum_round_of_ranks(words, symmetric, unit, flag, RANKS: gl.constexpr):
 
 @gluon.jit
 def argmax_of_ranks(words, values, rows, symmetric, peers, after, sm, flag, RANKS: gl.constexpr):
-    """[16] tokens with the highest logits of all ranks, of which this one has values, of its rows;
+    """[16] ids with the highest logits of all ranks, of which this one has values, of its rows;
     the lowest id among equals. words: of the embedding; after: flagged words behind its `best`.
     """
     b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
@@ -101,13 +101,13 @@ def argmax_of_ranks(words, values, rows, symmetric, peers, after, sm, flag, RANK
     stride_bytes = gl.to_tensor(16 * BATCH).to(gl.int64)
     found = spin_ranks(symmetric, first, stride_bytes, flag, b >= 0, RANKS)
     highest = as_float(found[0])
-    tokens = found[1]
+    ids = found[1]
     for rank in gl.static_range(1, RANKS):
         value = as_float(found[2 * rank])
-        better = value > highest  # tokens grow with the rank
+        better = value > highest  # ids grow with the rank
         highest = gl.where(better, value, highest)
-        tokens = gl.where(better, found[2 * rank + 1], tokens)
-    return gl.convert_layout(tokens, gl.SliceLayout(1, BY_SM))
+        ids = gl.where(better, found[2 * rank + 1], ids)
+    return gl.convert_layout(ids, gl.SliceLayout(1, BY_SM))
 
 
 @gluon.jit
@@ -147,7 +147,7 @@ def threads_here():
 def push_logits(words, logits, bests, events, peers, batch, sm, flag, RANKS: gl.constexpr):
     """This SM's logits of all sequences and the highest of each to where every rank has all, and
     then that they are there. Nothing if they are void: they might overwrite what others still
-    sample from. words: of the head.
+    sample from. words: of a BatchLogits.
     """
     cta_barrier()
     symmetric = symmetric_of(events)
@@ -162,17 +162,17 @@ def push_logits(words, logits, bests, events, peers, batch, sm, flag, RANKS: gl.
         row = first + t
         wanted = (b < batch) & (row < limit)
         x = gl.load(logits + b * words[NUM_ROWS] + row, mask=wanted)
-        at = words[HEAD_FIRST_ID] + b * words[HEAD_NUM_TOKENS] + row
+        at = words[LOGITS_FIRST_ID] + b * words[NUM_LOGITS] + row
         for rank in gl.static_range(RANKS):
             gl.store(as_floats(peers[rank], words[ALL_LOGITS]) + at, x, mask=wanted)
     b = threads_here()
     wanted = (b < batch) & is_sound
     high = gl.load(bests + b * MAX_SMS + sm, mask=wanted)
-    at = (b * RANKS + words[HEAD_TEAM_RANK]) * MAX_SMS + sm
+    at = (b * RANKS + words[LOGITS_TEAM_RANK]) * MAX_SMS + sm
     for rank in gl.static_range(RANKS):
         gl.store(as_floats(peers[rank], words[ALL_ROW_MAXIMA]) + at, high, mask=wanted)
     cta_barrier()
-    at = words[READY_FLAGS] + words[HEAD_TEAM_RANK] * READY_WORDS + 2 * sm
+    at = words[READY_FLAGS] + words[LOGITS_TEAM_RANK] * READY_WORDS + 2 * sm
     tell_ranks(at, symmetric, peers, flag, RANKS)
 
 

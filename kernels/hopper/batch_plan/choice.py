@@ -1,4 +1,4 @@
-"""Instructions that choose tokens: the head, and samples within limits.
+"""Instructions that choose ids: from logits as they are made, and samples within limits.
 
 Next on the walk: ../batch/bodies/sample.py.
 """
@@ -6,15 +6,15 @@ Next on the walk: ../batch/bodies/sample.py.
 from collections.abc import Sequence
 
 from distmega.kernels.hopper.batch_plan.draft import BatchDraft
-from distmega.kernels.hopper.batch_plan.words import BatchHead, BatchSample
+from distmega.kernels.hopper.batch_plan.words import BatchLogits, BatchSample
 from distmega.kernels.hopper.plan.matrices import rows_of
 from distmega.kernels.hopper.plan.types import unfit
 from distmega.kernels.hopper.plan.words import UNIT_ROWS
 from distmega.kernels.tasks.fuse import FusedChoice, FusedContraction
 
 
-def head_rows(draft: BatchDraft) -> int:
-    """Of this rank's part of what a token is chosen from."""
+def rank_logits(draft: BatchDraft) -> int:
+    """Rows of this rank's part of what an id is chosen from."""
     ranked = [op for op in draft.fused if isinstance(op, FusedContraction) and draft.is_ranked(op)]
     if draft.choice and not ranked:
         raise unfit(f"a choice from {draft.choice.source!r}")
@@ -22,35 +22,35 @@ def head_rows(draft: BatchDraft) -> int:
 
 
 def logit_rows(draft: BatchDraft) -> int:
-    """Of them, those that are tokens."""
-    num = draft.choice.vocab if draft.choice else 0
-    return min(draft.vocab, max(0, num - draft.team_rank * draft.vocab))
+    """Of them, those that are logits, not padding."""
+    num = draft.choice.num_logits if draft.choice else 0
+    return min(draft.rank_logits, max(0, num - draft.team_rank * draft.rank_logits))
 
 
-def add_head(
+def add_logits(
     draft: BatchDraft,
     op: FusedContraction,
     start: int,
     common: dict[str, int],
     units: Sequence[range],
 ) -> None:
-    """The rows that a token is chosen from, of which each SM has some units."""
+    """The rows that an id is chosen from, of which each SM has some units."""
     assert draft.choice is not None
     shared = {
         name: draft.symmetric.get(name, 0) for name in ("logits", "row_maxima", "ready_flags")
     }
     for own, queue in zip(units, draft.queues, strict=True):
         queue.append(
-            BatchHead(
+            BatchLogits(
                 name=op.name,
                 row0=own.start * UNIT_ROWS,
                 num_units=len(own),
                 num_rows=logit_rows(draft),
                 weight_row=start + own.start * UNIT_ROWS,
-                first_id=draft.team_rank * draft.vocab,
+                first_id=draft.team_rank * draft.rank_logits,
                 bias=draft.placed.bias(op.streams),
                 team_rank=draft.team_rank,
-                num_tokens=draft.choice.vocab,
+                num_logits=draft.choice.num_logits,
                 **shared,
                 **common,
             )
@@ -63,4 +63,4 @@ def add_sample(draft: BatchDraft, op: FusedChoice) -> None:
         name: draft.symmetric.get(name, 0) for name in ("logits", "row_maxima", "ready_flags")
     }
     for queue in draft.queues:
-        queue.append(BatchSample(name=op.name, num_rows=op.vocab, **shared))
+        queue.append(BatchSample(name=op.name, num_rows=op.num_logits, **shared))

@@ -182,7 +182,7 @@ class BatchDraft:
     entry: str = ""
     eps: float = 0.0
     batch: int = 0
-    vocab: int = 0
+    rank_logits: int = 0
     most_rows: int = BATCH
     """Rows that the segment may have."""
 
@@ -243,8 +243,8 @@ class BatchDraft:
                 own = self.batch, self.attention.num_kv_heads
                 forms = (own, own[1:]) if self.batch == 1 else (own,)  # one row may need no dim
                 if cache[:-2] not in forms:
-                    found = f"{op.name!r} of {self.batch} tokens with caches {list(cache)}"
-                    raise unfit(f"{found}, which is not one a token")
+                    found = f"{op.name!r} of {self.batch} rows with caches {list(cache)}"
+                    raise unfit(f"{found}, which is not one a row")
                 row_bytes = self.attention.head_dim * ITEM_BYTES
                 if any(self.states.offset(name) % row_bytes for name in (op.k_cache, op.v_cache)):
                     raise unfit(f"{op.name!r} with caches between rows of {row_bytes} bytes")
@@ -290,7 +290,7 @@ class BatchDraft:
                 self.taken |= dict.fromkeys(numbers, now)
         for now, scores in self.scores_taken():
             self.taken[scores] = max(now, self.taken.get(scores, 0))
-        own = {self.choice.token, self.choice.logits} if self.choice else set()
+        own = {self.choice.chosen, self.choice.logits} if self.choice else set()
         for name in self.segment.outputs:
             if name not in own:
                 self.taken[name] = FOREVER
@@ -336,23 +336,23 @@ class BatchDraft:
     # buffers that ranks exchange
 
     def reserve(self) -> None:
-        """Room behind the events for what ranks exchange: their most likely tokens, before a step
+        """Room behind the events for what ranks exchange: their most likely ids, before a step
         and behind the last one, and their parts of sums. In the order in which a step waits for
         them, since of waits with one flag the lowest word is reported (ptx/spins.py). For samples
-        within limits, in place of the tokens, what BatchHead names.
+        within limits, in place of the ids, what BatchLogits names.
         """
-        head, ranks = self.choice, self.num_ranks
-        gathers = head is not None and is_limited(head.sampler)
-        sizes = {"best": 2 * ranks * BEST_WORDS} if head and not gathers else {}
+        choice, ranks = self.choice, self.num_ranks
+        gathers = choice is not None and is_limited(choice.sampler)
+        sizes = {"best": 2 * ranks * BEST_WORDS} if choice and not gathers else {}
         for number, rows in enumerate(self.summed):
             name = self.parts_name(number)
             sizes[name] = max(sizes.get(name, 0), ranks * rows * BATCH)
-        if head and gathers:
+        if choice and gathers:
             sizes |= {
                 "ready_flags": ranks * READY_WORDS,
                 "row_maxima": ranks * MAX_SMS * BATCH // 2,
             }
-            sizes["logits"] = head.vocab * BATCH // 2
+            sizes["logits"] = choice.num_logits * BATCH // 2
         word = first_word(self.num_instructions())
         for name, size in sizes.items() if ranks > 1 else ():
             size = -(-size // 16) * 16

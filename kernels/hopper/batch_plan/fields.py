@@ -11,10 +11,10 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchEmbed,
     BatchExperts,
     BatchGather,
-    BatchHead,
     BatchHeads,
     BatchInstruction,
     BatchLinear,
+    BatchLogits,
     BatchNorm,
     BatchOpcode,
     BatchPointwise,
@@ -101,8 +101,8 @@ PARTS_AT = _word(BatchLinear, "parts")
 OWN_PART = _word(BatchLinear, "own_part")
 PROD_FIRST = _word(BatchProduct, "first_step")
 PROD_MOST = _word(BatchProduct, "most_parts")
-EMB_FIRST_TOKEN = _word(BatchEmbed, "first_token")
-EMB_NUM_TOKENS = _word(BatchEmbed, "num_tokens")
+EMB_FIRST_TABLE_ROW = _word(BatchEmbed, "first_table_row")
+EMB_NUM_TABLE_ROWS = _word(BatchEmbed, "num_table_rows")
 EMB_FIRST_COLUMN = _word(BatchEmbed, "first_column")
 EMB_NUM_COLUMNS = _word(BatchEmbed, "num_columns")
 EMB_FIRST_ID = _word(BatchEmbed, "first_id")
@@ -115,13 +115,13 @@ EXP_SCORES = _word(BatchExperts, "scores")
 EXP_CHOICE = _word(BatchExperts, "choice")
 EXP_NUM_CHOICES = _word(BatchExperts, "num_choices")
 EXP_FIRST_OWN = _word(BatchExperts, "first_own")
-HEAD_FIRST_ID = _word(BatchHead, "first_id")
-HEAD_BIAS = _word(BatchHead, "bias")
-HEAD_TEAM_RANK = _word(BatchHead, "team_rank")
-HEAD_NUM_TOKENS = _word(BatchHead, "num_tokens")
-ALL_LOGITS = _word(BatchHead, "logits")
-ALL_ROW_MAXIMA = _word(BatchHead, "row_maxima")
-READY_FLAGS = _word(BatchHead, "ready_flags")
+LOGITS_FIRST_ID = _word(BatchLogits, "first_id")
+LOGITS_BIAS = _word(BatchLogits, "bias")
+LOGITS_TEAM_RANK = _word(BatchLogits, "team_rank")
+NUM_LOGITS = _word(BatchLogits, "num_logits")
+ALL_LOGITS = _word(BatchLogits, "logits")
+ALL_ROW_MAXIMA = _word(BatchLogits, "row_maxima")
+READY_FLAGS = _word(BatchLogits, "ready_flags")
 ATT_K_ROW = _word(BatchAttention, "k_row")
 ATT_V_ROW = _word(BatchAttention, "v_row")
 ATT_K_SRC = _word(BatchAttention, "k_src")

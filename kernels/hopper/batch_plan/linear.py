@@ -3,7 +3,7 @@
 Next on the walk: ../batch/bodies/linear.py.
 """
 
-from distmega.kernels.hopper.batch_plan.choice import add_head, logit_rows
+from distmega.kernels.hopper.batch_plan.choice import add_logits, logit_rows
 from distmega.kernels.hopper.batch_plan.draft import BatchDraft, Form
 from distmega.kernels.hopper.batch_plan.proof import CHUNK
 from distmega.kernels.hopper.batch_plan.results import (
@@ -56,7 +56,7 @@ def add_contraction(draft: BatchDraft, now: int, op: FusedContraction) -> None:
     if draft.splits:
         add_product(draft, op, starts, common)
     if draft.is_ranked(op):
-        add_head(draft, op, starts[0], common, units)
+        add_logits(draft, op, starts[0], common, units)
         return
     for name in op.operands:
         if name not in draft.number_of or draft.elements(name) != outs:
@@ -83,7 +83,7 @@ def add_contraction(draft: BatchDraft, now: int, op: FusedContraction) -> None:
 
 def units_of_sms(draft: BatchDraft, op: FusedContraction) -> list[range]:
     """Units of the output of each SM: its share, or those of the tiles that it has multiplied."""
-    rows = draft.vocab if draft.is_ranked(op) else rows_of(op, draft.placed)
+    rows = draft.rank_logits if draft.is_ranked(op) else rows_of(op, draft.placed)
     steps = -(-draft.placed.columns[op.streams[0].weights[0]] // STEP_K)
     num_sms, units = draft.num_sms, num_units(rows)
     whole = draft.splits and has_whole_tiles(product_rows(draft, op), steps, num_sms)
@@ -106,7 +106,7 @@ def product_rows(draft: BatchDraft, op: FusedContraction) -> int:
 def add_product(
     draft: BatchDraft, op: FusedContraction, starts: list[int], common: dict[str, int]
 ) -> None:
-    """The product of a BatchLinear or BatchHead of more than 16 rows, whose fields `common` are;
+    """The product of a BatchLinear or BatchLogits of more than 16 rows, whose fields `common` are;
     they become those of the instruction that adds up its parts.
     """
     rows = product_rows(draft, op)

@@ -5,7 +5,7 @@ Next on the walk: ../batch/bodies/pointwise.py.
 
 from typing import Any
 
-from distmega.kernels.hopper.batch_plan.choice import head_rows
+from distmega.kernels.hopper.batch_plan.choice import rank_logits
 from distmega.kernels.hopper.batch_plan.draft import BatchDraft
 from distmega.kernels.hopper.batch_plan.results import plain_epilogue, position_result
 from distmega.kernels.hopper.batch_plan.types import BatchFormula
@@ -23,31 +23,31 @@ from distmega.kernels.tasks.fuse import FusedGather, FusedPointwise
 
 
 def add_entry(draft: BatchDraft) -> None:
-    """The rows that come in. Where ranks share a table, each has all columns of some tokens, or
+    """The rows that come in. Where ranks share a table, each has all columns of some ids, or
     some columns of all; where they add up an input, the first rank has it and others add zeros.
     """
-    op, hidden = draft.embedding, draft.elements(draft.entry)
-    rows, columns = draft.weights.tensors[op.table].shape if op else (draft.batch, hidden)
-    is_whole = columns == hidden
+    op, entry_columns = draft.embedding, draft.elements(draft.entry)
+    rows, columns = draft.weights.tensors[op.table].shape if op else (draft.batch, entry_columns)
+    is_whole = columns == entry_columns
     if draft.shares_rows and op is None and draft.team_rank:
         rows = 0
-    draft.vocab = head_rows(draft)
-    more = position_result(draft, -1, (draft.entry,), hidden, draft.entry in draft.taken)
+    draft.rank_logits = rank_logits(draft)
+    more = position_result(draft, -1, (draft.entry,), entry_columns, draft.entry in draft.taken)
     if draft.shares_rows:
-        more |= draft.next_parts(hidden)
+        more |= draft.next_parts(entry_columns)
     for sm, queue in enumerate(draft.queues):
-        first, last = share(hidden, 1, sm, draft.num_sms)
+        first, last = share(entry_columns, 1, sm, draft.num_sms)
         queue.append(
             BatchEmbed(
                 name=op.name if op else draft.entry,
                 row0=first * UNIT_ROWS,
                 num_units=last - first,
-                num_rows=hidden,
-                first_token=draft.team_rank * rows if op and is_whole else 0,
-                num_tokens=rows,
+                num_rows=entry_columns,
+                first_table_row=draft.team_rank * rows if op and is_whole else 0,
+                num_table_rows=rows,
                 first_column=0 if is_whole else draft.team_rank * columns,
                 num_columns=columns,
-                first_id=draft.team_rank * draft.vocab,
+                first_id=draft.team_rank * draft.rank_logits,
                 best=draft.symmetric.get("best", 0),
                 team_rank=draft.team_rank,
                 **more,

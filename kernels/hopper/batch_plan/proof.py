@@ -37,10 +37,10 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchEmbed,
     BatchExperts,
     BatchGather,
-    BatchHead,
     BatchHeads,
     BatchInstruction,
     BatchLinear,
+    BatchLogits,
     BatchNorm,
     BatchPointwise,
     BatchProduct,
@@ -124,7 +124,7 @@ class _BatchProof:
                     self.held["kept", block] = (rows.tensor, None, False), NOTHING
         for one in self.queues.queues[0]:
             op = self.ops.get(one.name)
-            if not isinstance(one, BatchLinear | BatchExperts | BatchHead):
+            if not isinstance(one, BatchLinear | BatchExperts | BatchLogits):
                 continue
             if not one.flags & NORMED:
                 continue
@@ -152,7 +152,7 @@ class _BatchProof:
             return f"instruction {i} is another on each SM"
         row = 0
         for one in ones:
-            if isinstance(one, BatchLinear | BatchHead | BatchEmbed | BatchGather):
+            if isinstance(one, BatchLinear | BatchLogits | BatchEmbed | BatchGather):
                 if one.row0 != row:
                     return f"rows {row} to {one.row0} of {one.name!r} are no SM's"
                 row += one.num_units * UNIT_ROWS
@@ -192,7 +192,7 @@ class _BatchProof:
 
     def waits_for_nobody(self, one: BatchInstruction) -> bool:
         """Whether an instruction begins as soon as its SM is done with the product before."""
-        if not isinstance(one, BatchLinear | BatchHead):
+        if not isinstance(one, BatchLinear | BatchLogits):
             return False
         return self.queues.rows > BATCH and one.src == 1
 
@@ -214,7 +214,7 @@ class _BatchProof:
     def reads(self, one: BatchInstruction) -> Iterator[_Access]:
         op = self.ops.get(one.name)
         match one:
-            case BatchLinear() | BatchExperts() | BatchHead():
+            case BatchLinear() | BatchExperts() | BatchLogits():
                 assert isinstance(op, FusedContraction)
                 is_folded = bool(one.flags & NORMED)
                 content = op.x, op.norm, is_folded
@@ -377,7 +377,7 @@ class _BatchProof:
                 if formula.scaled:
                     content = op.out, norm, True
                     yield _Access("squares", range(one.slot, one.slot + 1), content)
-            case BatchHead() | BatchSample():
+            case BatchLogits() | BatchSample():
                 return
 
     def epilogue(self, one: BatchLinear | BatchEmbed | BatchGather) -> BatchEpilogue:
@@ -428,7 +428,7 @@ def find_wrong_steps(queues: BatchQueues) -> str:
             own = {step // one.num_tiles_k for step in steps}
             for tile in own:
                 of_tile[tile] += 1
-            if one.most_parts == 1 and isinstance(sums, BatchLinear | BatchHead):
+            if one.most_parts == 1 and isinstance(sums, BatchLinear | BatchLogits):
                 units = range(sums.row0 // UNIT_ROWS, sums.row0 // UNIT_ROWS + sums.num_units)
                 if any(unit * UNIT_ROWS // PRODUCT_TILE not in own for unit in units):
                     early = f"SM {sm} adds up {one.name!r} before others have multiplied it"
@@ -437,7 +437,7 @@ def find_wrong_steps(queues: BatchQueues) -> str:
         if behind != tiles * one.num_tiles_k or one.num_tiles_k * STEP_K < one.length:
             return f"of {tiles * one.num_tiles_k} steps of {one.name!r} SMs have {behind}"
         unfollowed = f"{one.name!r} is not followed by what adds its parts up"
-        if not isinstance(then, BatchLinear | BatchHead) or then.name != one.name:
+        if not isinstance(then, BatchLinear | BatchLogits) or then.name != one.name:
             return unfollowed
         if (then.num_rows, then.num_tiles_k) != (one.num_rows, one.num_tiles_k):
             return unfollowed
@@ -467,7 +467,7 @@ def _common(one: BatchInstruction) -> tuple[object, ...]:
                 one.number, one.name, one.num_rows, one.src, one.first_column, one.num_columns,
                 one.dst, one.next_norm, one.keep, one.parts, one.own_part,
             )  # fmt: skip
-        case BatchHead():
+        case BatchLogits():
             return one.opcode, one.name, one.num_rows, one.num_tiles_k, one.src, one.packed
         case BatchProduct():
             return (

@@ -11,22 +11,22 @@ float32 where other ops or the caller do. The weight of an rms norm is multiplie
 writes x, its factor by whoever reads it; what linears take in another form, as after a layer norm,
 is an instruction of its own.
 
-Where ranks share the program, all have the same queues but for the vocabulary, and what is summed
-over ranks goes through two buffers in turn: an SM's next push into the same one comes after it has
-received a sum from all ranks, which they began after all of their SMs had read this one. Where no
-choice of a token lies between the last sum of a step and the first of the next, the last one has a
-buffer of its own; where a step has one sum alone, ranks add up the rows that come in, too. proof.py
-proves this and the rest for each program.
+Where ranks share the program, all have the same queues but for parts of tables and of logits, and
+what is summed over ranks goes through two buffers in turn: an SM's next push into the same one
+comes after it has received a sum from all ranks, which they began after all of their SMs had read
+this one. Where no choice of an id lies between the last sum of a step and the first of the next,
+the last one has a buffer of its own; where a step has one sum alone, ranks add up the rows that
+come in, too. proof.py proves this and the rest for each program.
 
 Experts: a BatchExperts chooses them for all rows, on each SM by itself from the same scores, and
 does the first matrices of those that some row chose; a linear with EXPERT_COLUMNS follows, for
 which these lie side by side. Room is there for as many as rows can choose. Where there are experts
 chunk 0 of the activations stays zero, in place of rows that did not choose one.
 
-Samples within limits need all logits of a sequence: each SM, done with the head, writes its own
+Samples within limits need all logits of a sequence: each SM, done with its logits, writes them
 into every rank's memory as plain numbers, then, behind a fence, two flagged words that tell that
-rank so. The sample waits for these words of all SMs of all ranks in place of the head's event. They
-stand in for the most likely tokens above, too: an SM sends them when it is past all sums of the
+rank so. The sample waits for these words of all SMs of all ranks in place of the logits' event.
+They stand in for the most likely ids above, too: an SM sends them when it is past all sums of the
 step. No one overwrites logits that another still needs: the next step's come behind its embedding,
 to which each rank adds its part only once all of its own SMs are done with the sample.
 """
@@ -159,9 +159,9 @@ def fill_queues(draft: BatchDraft) -> BatchQueues:
                 add_gather(draft, now, op)
             case FusedChoice() if is_limited(op.sampler):
                 add_sample(draft, op)
-    head = draft.choice
+    choice = draft.choice
     attended = [op for op in draft.fused if isinstance(op, FusedAttention | FusedRowAttention)]
-    first_id = draft.team_rank * draft.vocab
+    first_id = draft.team_rank * draft.rank_logits
     return BatchQueues(
         num_ranks=draft.num_ranks,
         attention=draft.attention,
@@ -174,24 +174,24 @@ def fill_queues(draft: BatchDraft) -> BatchQueues:
         matrices=draft.placed.matrices,
         queues=tuple(map(tuple, draft.queues)),
         batch=draft.batch,
-        hidden=draft.elements(draft.entry),
+        entry_columns=draft.elements(draft.entry),
         num_chunks=draft.chunks.size,
         num_numbers=num_computed(draft.batch) * draft.numbers.size,
         num_slots=draft.slots.size,
         outputs=kept_outputs(draft),
-        sampler=head.sampler if head else None,
-        head_rows=UNIT_ROWS * -(-num_units(draft.vocab) // draft.num_sms),
-        vocab=draft.vocab,
+        sampler=choice.sampler if choice else None,
+        sm_logits=UNIT_ROWS * -(-num_units(draft.rank_logits) // draft.num_sms),
+        rank_logits=draft.rank_logits,
         logit_rows=logit_rows(draft),
         first_id=first_id,
-        num_tokens=head.vocab if head else 0,
+        num_logits=choice.num_logits if choice else 0,
         buffers=tuple(draft.buffers),
         embed=draft.embedding.table if draft.embedding else draft.entry,
         rope_table=next((op.table for op in attended if op.table), ""),
-        tokens=draft.embedding.ids if draft.embedding else "",
+        ids=draft.embedding.ids if draft.embedding else "",
         positions=draft.positions,
-        token=head.token if head else "",
-        logits=head.logits if head else "",
+        chosen=choice.chosen if choice else "",
+        logits=choice.logits if choice else "",
         experts=draft.experts,
         row_attention=row_attention_shapes(draft),
         given=tuple(draft.given.values()),

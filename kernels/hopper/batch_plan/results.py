@@ -45,9 +45,9 @@ def epilogue_of(draft: BatchDraft, op: FusedContraction) -> BatchEpilogue:
     norm, publishes = draft.published(op.outs[0])
     ranked = draft.is_ranked(op)
     if ranked and (publishes or op.outs[0] in draft.taken or op.num_ranks > 1):
-        raise unfit(f"{op.name!r}, which a token is chosen from, for other ops too")
+        raise unfit(f"{op.name!r}, which an id is chosen from, for other ops too")
     if ranked and (len(op.streams) > 1 or op.operands):
-        raise unfit(f"{op.name!r}, which a token is chosen from, of several products")
+        raise unfit(f"{op.name!r}, which an id is chosen from, of several products")
     return BatchEpilogue(
         num_streams=len(op.streams),
         formula=op.formula,
@@ -162,7 +162,7 @@ def take_chunks(draft: BatchDraft, now: int, form: Form, kind: str, rows: int) -
 
 def kept_outputs(draft: BatchDraft) -> tuple[Kept, ...]:
     """Where outputs lie that no other rule brings out."""
-    own = {draft.choice.token, draft.choice.logits} if draft.choice else set()
+    own = {draft.choice.chosen, draft.choice.logits} if draft.choice else set()
     found = []
     for name in draft.segment.outputs:
         if name in own:

@@ -38,7 +38,7 @@ class BatchEpilogue:
     num_carried: operands that the formula takes besides products. biased: whether some linear has a
     bias. keeps: whether results are kept as float32; publishes: whether linears take them as x;
     scaled: then they are multiplied by the weight of a norm, and their squares are summed in slot
-    number `slot`. summed: the product is summed over ranks first. ranked: a token is chosen from
+    number `slot`. summed: the product is summed over ranks first. ranked: an id is chosen from
     the results. weighted: rows are those of experts, and what one weighs is the formula's last
     argument.
     """
@@ -140,12 +140,13 @@ class BatchQueues:
 
     formulas: of pointwise work on rows. wide_norms: whether weights of norms are f32. num_chunks:
     of the activations, 1024 columns each. num_numbers: float32 elements that are kept;
-    num_slots: of sums of squares. outputs: what leaves, `num` elements a row. sampler: where tokens
-    are not the most likely. head_rows: of an SM, at most. vocab: rows of this rank's part of the
-    head, 0 without one, of which logit_rows are tokens, from first_id on, of all num_tokens.
+    num_slots: of sums of squares. outputs: what leaves, `num` elements a row. sampler: where ids
+    are not the most likely. sm_logits: of an SM, at most. rank_logits: rows of this rank's part
+    of what ids are chosen from, 0 where none is, of which logit_rows are no padding, from first_id
+    on, of all num_logits.
     buffers: what ranks exchange, which lies behind the events. experts: extents of experts, if
     there are some; row_attention: of attention of rows over rows. given: numbers that the
-    runner writes. embed: the table that `tokens` look up or, without tokens, the input. Names:
+    runner writes. embed: the table that `ids` look up or, without ids, the input. Names:
     tensors that the runner binds, "" where the segment has none.
     """
 
@@ -158,23 +159,23 @@ class BatchQueues:
     matrices: tuple[WeightMatrix, ...]
     queues: tuple[tuple[BatchInstruction, ...], ...]
     batch: int
-    hidden: int
+    entry_columns: int
     num_chunks: int
     num_numbers: int
     num_slots: int
     outputs: tuple[Kept, ...]
     sampler: FusedSample | None
-    head_rows: int
-    vocab: int
+    sm_logits: int
+    rank_logits: int
     logit_rows: int
     first_id: int
-    num_tokens: int
+    num_logits: int
     buffers: tuple[Buffer, ...]
     embed: str
     rope_table: str
-    tokens: str
+    ids: str
     positions: str
-    token: str
+    chosen: str
     logits: str
     experts: ExpertShape | None = None
     row_attention: RowAttentionShapes = RowAttentionShapes()
@@ -213,7 +214,7 @@ class BatchQueues:
 
     @property
     def is_limited(self) -> bool:
-        """Whether tokens are sampled within limits that are looked for."""
+        """Whether ids are sampled within limits that are looked for."""
         return is_limited(self.sampler)
 
     @property
@@ -236,8 +237,8 @@ class BatchQueues:
         return any(isinstance(one, BatchNorm) for one in self.queues[0])
 
     @property
-    def keeps_tokens(self) -> bool:
-        """Whether some instruction takes rows of tables of the step's tokens."""
+    def keeps_ids(self) -> bool:
+        """Whether some instruction takes rows of tables of the step's ids."""
         return any(
             isinstance(one, BatchPointwise) and one.table != NOTHING and not one.by_position
             for one in self.queues[0]

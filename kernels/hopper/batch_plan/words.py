@@ -1,4 +1,4 @@
-"""Device words of the batched decode kernel: the only file that knows where a field of one of its
+"""Device words of the kernel of several rows: the only file that knows where a field of one of its
 instructions lies.
 
 An instruction is WORDS int32 words. Every SM has the same instructions in the same order, each
@@ -37,14 +37,14 @@ EVENT_WORDS = 32
 GROUP_UNITS = 8
 """Units of 8 weight rows that a task multiplies by one read of x."""
 BEST_WORDS = 2 * BATCH
-"""Flagged words of a rank's most likely tokens: of each sequence, its logit and the token."""
+"""Flagged words of a rank's most likely ids: of each sequence, its logit and the id."""
 READY_WORDS = 2 * MAX_SMS
 """Flagged words by which a rank's SMs tell that their logits are written, two an SM."""
 PARTIAL_EXTRA = 16
 """float32 words after the 8 rows of outputs of a partial: 8 maxima, 8 sums."""
 
 SETTINGS = 3
-"""Numbers that say how the tokens of a sequence are sampled: see one_row/bodies/sample.py."""
+"""Numbers that say how the ids of a sequence are sampled: see one_row/bodies/sample.py."""
 SEEDS_AT, SETTINGS_AT, EVENTS_AT = REPORT_WORDS, REPORT_WORDS + BATCH, 64
 """64-bit words behind the report: a seed a sequence; its settings, as float32; the events. Behind
 these lie the lists of logits that may be sampled (batch/bodies/limits.py), or the flagged words
@@ -61,9 +61,9 @@ STAMP_BEGIN, STAMP_READY, STAMP_CHOSEN, STAMP_END, STAMP_LOADED = range(BATCH_ST
 chooses some, end; and when the loader has asked for its last tile.
 """
 STATE_POSITIONS = 32
-"""Words from here on: position of each sequence's next token."""
-STATE_TOKENS = STATE_POSITIONS + BATCH
-"""Likewise: of each sequence, the token whose rows of tables are taken in this step. Of more than
+"""Words from here on: position of each sequence's next id."""
+STATE_IDS = STATE_POSITIONS + BATCH
+"""Likewise: of each sequence, the id whose rows of tables are taken in this step. Of more than
 16, as many words behind the positions as there are sequences.
 """
 STATE_WORDS = STATE_POSITIONS + 2 * MAX_ROWS
@@ -220,13 +220,14 @@ class BatchProduct:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEmbed:
     """8 * num_units columns, from row0 on, of the row that comes in for each sequence: of the
-    embedding of its token or, where the segment has none, of the input. Written as a linear's
+    table's row of its id or, where the segment has none, of the input. Written as a linear's
     num_rows rows of output.
 
-    Where ranks share the matrix, this one has num_columns columns of num_tokens tokens, from
-    first_column and first_token on, and the rest adds zeros to a sum over ranks (parts, own_part).
-    The token itself is the most likely of all ranks: best is the first flagged word of theirs, of
-    which those of rank number `team_rank` are this rank's; first_id: the token of its first logit.
+    Where ranks share the table, this one has num_columns columns of num_table_rows rows, from
+    first_column and first_table_row on, and the rest adds zeros to a sum over ranks (parts,
+    own_part). The id itself is the most likely of all ranks: best is the first flagged word of
+    theirs, of which those of rank number `team_rank` are this rank's; first_id: the id of its first
+    logit.
     """
 
     name: str
@@ -238,8 +239,8 @@ class BatchEmbed:
     keep: int = NOTHING
     parts: int = 0
     own_part: int = 0
-    first_token: int = 0
-    num_tokens: int = 0
+    first_table_row: int = 0
+    num_table_rows: int = 0
     first_column: int = 0
     num_columns: int = 0
     first_id: int = 0
@@ -288,11 +289,11 @@ class BatchGather:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchHead:
-    """As a linear whose rows are logits, of num_rows tokens from first_id on.
+class BatchLogits:
+    """As a linear whose rows are logits, of num_rows ids from first_id on.
 
     Where ranks sample within limits, what all of them need to do so lies in every rank's symmetric
-    buffer: from 64-bit word `logits` on, float32, those of all num_tokens tokens, a row a sequence;
+    buffer: from 64-bit word `logits` on, float32, all num_logits of them, a row a sequence;
     from `row_maxima` on, float32 [16, ranks, MAX_SMS], the highest of each SM; from `ready_flags`
     on, two flagged words an SM, MAX_SMS a rank, by which it says that its numbers are there.
     team_rank: of this rank. bias: offset of this rank's biases in the vectors, or NOTHING.
@@ -313,7 +314,7 @@ class BatchHead:
     first_id: int
     bias: int = NOTHING
     team_rank: int = 0
-    num_tokens: int = 0
+    num_logits: int = 0
     logits: int = 0
     row_maxima: int = 0
     ready_flags: int = 0
@@ -363,7 +364,7 @@ class BatchExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSample:
-    """Samples tokens within limits from the logits of num_rows tokens; for the rest see BatchHead,
+    """Samples ids within limits from num_rows logits a sequence; for the rest see BatchLogits,
     which it follows. The loader takes it for a linear of no units.
     """
 
@@ -504,7 +505,7 @@ class BatchPointwise:
 
     weight, bias: of the norm, offsets in the vectors, or NOTHING. table: of a table of rows as long
     in the weights' arena, VECTOR_MULTIPLE elements before it, or NOTHING; by_position: whether its
-    row is that of the position, else of the token. dst, next_norm, keep: as of BatchLinear; squares
+    row is that of the position, else of the id. dst, next_norm, keep: as of BatchLinear; squares
     of the results are summed in slot number `slot`.
     """
 
@@ -538,7 +539,7 @@ BatchInstruction = (
     | BatchExperts
     | BatchEmbed
     | BatchGather
-    | BatchHead
+    | BatchLogits
     | BatchSample
     | BatchAttention
     | BatchHeads
@@ -558,7 +559,7 @@ FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
         "packed": 6, "most_parts": 9, "num_rows": 13, "pair_row": 15,
     },
     BatchEmbed: {
-        "opcode": 0, "best": 1, "first_token": 2, "num_units": 3, "num_tokens": 4,
+        "opcode": 0, "best": 1, "first_table_row": 2, "num_units": 3, "num_table_rows": 4,
         "first_column": 5, "packed": 6, "next_norm": 7, "parts": 8, "first_id": 9, "dst": 10,
         "row0": 11, "own_part": 12, "num_rows": 13, "numbers": 14, "num_columns": 15,
     },
@@ -567,8 +568,8 @@ FIELD_WORDS: dict[type[BatchInstruction], dict[str, int]] = {
         "parts": 8, "dst": 10, "row0": 11, "own_part": 12, "num_rows": 13, "numbers": 14,
         "num_columns": 15,
     },
-    BatchHead: {
-        "opcode": 0, "num_tokens": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
+    BatchLogits: {
+        "opcode": 0, "num_logits": 1, "weight_row": 2, "num_units": 3, "num_tiles_k": 4, "src": 5,
         "packed": 6, "logits": 7, "ready_flags": 8, "row_maxima": 9, "first_id": 10, "row0": 11,
         "team_rank": 12, "num_rows": 13, "bias": 14,
     },
@@ -610,7 +611,7 @@ def pack(instruction: BatchInstruction) -> list[int]:
     return pack_fields(instruction, FIELD_WORDS[type(instruction)])
 
 
-def pack_x(one: BatchLinear | BatchProduct | BatchExperts | BatchHead) -> int:
+def pack_x(one: BatchLinear | BatchProduct | BatchExperts | BatchLogits) -> int:
     """The word that says what x of a linear is."""
     slices, rest = divmod(one.length, SLICE_K)
     return (

@@ -34,7 +34,7 @@ Mask = npt.NDArray[np.bool_]
 @dataclass(slots=True, kw_only=True)
 class EmulatedGpu:
     """A rank's memory. matrices: of the weight arena, whose numbers `elements` are; embed: the
-    table that tokens are looked up in, or the rows that come in; rope: cosines then sines a row, of
+    table that ids are looked up in, or the rows that come in; rope: cosines then sines a row, of
     positions; cache: rows of keys and values; words: the symmetric buffer; peers: all ranks.
     """
 
@@ -55,7 +55,7 @@ class EmulatedGpu:
 @dataclass(slots=True, kw_only=True)
 class RowGpu(EmulatedGpu):
     """What the kernel of one row has besides. floats: what stands in the weight arena as f32;
-    settings: temperature and limits of a sample; tokens: that a launch chose.
+    settings: temperature and limits of a sample; ids: that a launch chose.
     """
 
     queues: RowQueues
@@ -63,7 +63,7 @@ class RowGpu(EmulatedGpu):
     kept: KeptNumbers
     settings: Floats = field(default_factory=lambda: np.zeros(3, dtype=np.float32))
     seed: int = 0
-    tokens: dict[int, int] = field(default_factory=dict)
+    ids: dict[int, int] = field(default_factory=dict)
 
 
 class Sm:

@@ -28,13 +28,13 @@ class RowMemory(NamedTuple):
     """Memory of one GPU. Unless it says otherwise the kernel alone writes it after the runner has
     allocated it, all zeros.
 
-    state: int32, token, position, count of steps, settings and seed of a sample, as plan/words.py
+    state: int32, id, position, count of steps, settings and seed of a sample, as plan/words.py
     lays them out. The runner writes it between launches, the kernel at its end.
-    tokens: int32 [steps], that each step chose.
+    ids: int32 [steps], that each step chose.
     symmetric: int64, what peers write too: a report (ptx/spins.py), then flagged words, zeroed once
     when allocated. The report is the host's, see alarm.py.
     vectors: bf16, the weight arena, of which norm weights and biases are read; written by nobody.
-    embed: bf16, this rank's part of the table [vocab, hidden], written by nobody; or the row that
+    embed: bf16, this rank's part of the table [rows, columns], written by nobody; or the row that
     comes in, which the runner gives.
     cache: bf16, the arena of states: keys and values [rows, head_dim].
     rope: f32 [positions, head_dim], cosines, then sines; written by nobody.
@@ -42,7 +42,7 @@ class RowMemory(NamedTuple):
     """
 
     state: Tensor
-    tokens: Tensor
+    ids: Tensor
     symmetric: Tensor
     vectors: Tensor
     embed: Tensor
@@ -77,7 +77,7 @@ class RowSpec:
     attention. experts: extents of experts, if there are some. layer_norms, keeps_normed: whether a
     linear does a layer norm, keeps a normalised row. wide_norms: whether weights of norms are f32.
     formulas, passes: see pointwise.py. max_tiles_k: chunks of x that shared memory has room for.
-    num_matrices: descriptors in use. choice: how a token is chosen (plan/words.py). head_rows:
+    num_matrices: descriptors in use. choice: how an id is chosen (plan/words.py). sm_logits:
     logits of an SM, at most, a power of two. given: whether ranks share a program whose row that
     comes in is an input. barriers: whether instructions wait for all SMs.
     stages: of the ring; ahead: loads under way at a time, at most. trace: whether stamps are taken.
@@ -103,7 +103,7 @@ class RowSpec:
     max_tiles_k: int
     num_matrices: int
     choice: int
-    head_rows: int
+    sm_logits: int
     num_ranks: int
     given: bool
     barriers: bool

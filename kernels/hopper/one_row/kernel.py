@@ -1,8 +1,8 @@
 """The kernel of one row: one persistent program an SM, a loader warp and eight compute warps;
-several steps a launch where each chooses the token of the next.
+several steps a launch where each chooses the id of the next.
 
 In: queues (plan/words.py), the weight arena, the KV cache, the symmetric buffer of flagged words,
-the state. Out: what SMs keep, tokens, the state advanced. It holds the bodies and epilogues that
+the state. Out: what SMs keep, ids, the state advanced. It holds the bodies and epilogues that
 its segment uses; its size depends neither on the number of ops nor on the context. Next on the
 walk: the end.
 """
@@ -40,10 +40,10 @@ from distmega.kernels.hopper.plan.fields import (
     SAMPLED,
     STAMPS,
     STATE_EPOCH,
+    STATE_ID,
     STATE_POSITION,
     STATE_SAMPLING,
     STATE_SEED,
-    STATE_TOKEN,
     WORDS,
 )
 from distmega.kernels.hopper.ptx.device import clock, fence_all, fetch, keep
@@ -62,7 +62,7 @@ from distmega.kernels.runtime.mbarriers import init_barriers, make_barriers
 
 @gluon.jit
 def compute(
-    queue, num_instructions, num_instructions_max, num_steps, num_generations, first_token,
+    queue, num_instructions, num_instructions_max, num_steps, num_generations, first_row_id,
     first_position, memory, best_words, num_sms, peers, team_rank, first_id, min_blocks, eps, scale,
     trace, ring, squares, red, step_bar, slots, chosen_bar, spec: gl.constexpr,
 ):
@@ -80,7 +80,7 @@ def compute(
     sm = gl.program_id(0)
     position0 = begin(memory.state + STATE_POSITION, first_position)
     epoch0 = gl.load(memory.state + STATE_EPOCH)
-    token = begin(memory.state + STATE_TOKEN, first_token)
+    row_id = begin(memory.state + STATE_ID, first_row_id)
     it = 0
     # within limits each rank samples by itself
     BESTS: gl.constexpr = 1 if CHOICE != GREEDY and CHOICE != SAMPLED else RANKS
@@ -88,10 +88,10 @@ def compute(
     for step in range(num_steps):
         base = (epoch0 + step) * num_generations + 1
         if CHOICE != NO_CHOICE and step > 0:
-            token = most_likely(memory.symmetric, best_words, num_sms, base - 1, BESTS)
+            row_id = most_likely(memory.symmetric, best_words, num_sms, base - 1, BESTS)
             fence_all()
             if sm == 0:
-                gl.store(memory.tokens + step - 1, token)
+                gl.store(memory.ids + step - 1, row_id)
         mbarrier.arrive(step_bar.index(0), count=1)
         for i in range(num_instructions):
             ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
@@ -114,11 +114,11 @@ def compute(
                 pass_barrier(words, memory.symmetric, sm, flag)
             elif count(FORMULAS) > 0 and words[OPCODE] == OP_POINTWISE:
                 pointwise_task(
-                    words, memory.symmetric, memory.vectors, memory.embed, token, position0 + step,
+                    words, memory.symmetric, memory.vectors, memory.embed, row_id, position0 + step,
                     memory.kept, flag, FORMULAS, spec.passes, WIDE, RANKS,
                 )
             elif RANKS > 1 and words[OPCODE] == OP_EMBED:
-                embed_task(words, peers, memory.embed, token, flag, RANKS)
+                embed_task(words, peers, memory.embed, row_id, flag, RANKS)
             elif EXPERTS is not None and words[OPCODE] == OP_ROUTE:
                 route_task(words, memory.symmetric, ring.sums, slots, chosen_bar, flag, EXPERTS)
             elif CHOICE != GREEDY and CHOICE != NO_CHOICE and words[OPCODE] == OP_SAMPLE:
@@ -128,16 +128,16 @@ def compute(
                     (memory.state + STATE_SAMPLING).to(gl.pointer_type(gl.float32), bitcast=True),
                     (memory.state + STATE_SEED).to(gl.pointer_type(gl.int64), bitcast=True),
                     position0 + step, memory.symmetric, peers, team_rank, words[DST], best_words,
-                    keep(sm), keep(num_sms), flag, CHOICE, spec.head_rows, RANKS,
+                    keep(sm), keep(num_sms), flag, CHOICE, spec.sm_logits, RANKS,
                 )
                 # again, since meanwhile these words would take registers from all tasks
                 ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
             else:
                 it = linear_task(
-                    words, memory.symmetric, memory.vectors, memory.embed, token, memory.kept, flag,
-                    sm, best_words, num_sms, peers, team_rank, first_id, eps, squares, red, ring,
-                    slots, it, at, EXPERTS, EPILOGUES, spec.layer_norms, spec.keeps_normed, CHOICE,
-                    spec.given, RANKS, STAGES, TRACE, WIDE,
+                    words, memory.symmetric, memory.vectors, memory.embed, row_id, memory.kept,
+                    flag, sm, best_words, num_sms, peers, team_rank, first_id, eps, squares, red,
+                    ring, slots, it, at, EXPERTS, EPILOGUES, spec.layer_norms, spec.keeps_normed,
+                    CHOICE, spec.given, RANKS, STAGES, TRACE, WIDE,
                 )
             if TRACE:
                 gl.store(at + STAMPS - 1, clock())
@@ -145,9 +145,9 @@ def compute(
     if sm == 0:
         last = (epoch0 + num_steps) * num_generations
         if CHOICE != NO_CHOICE:
-            token = most_likely(memory.symmetric, best_words, num_sms, last, BESTS)
-            gl.store(memory.tokens + num_steps - 1, token)
-            gl.store(memory.state + STATE_TOKEN, token)
+            row_id = most_likely(memory.symmetric, best_words, num_sms, last, BESTS)
+            gl.store(memory.ids + num_steps - 1, row_id)
+            gl.store(memory.state + STATE_ID, row_id)
         gl.store(memory.state + STATE_POSITION, position0 + num_steps)
         gl.store(memory.state + STATE_EPOCH, epoch0 + num_steps)
 
@@ -157,7 +157,7 @@ def compute(
         "max_instructions",
         "num_steps",
         "num_generations",
-        "first_token",
+        "first_row_id",
         "first_position",
         "best_words",
         "num_sms",
@@ -166,22 +166,22 @@ def compute(
         "min_blocks",
     ]
 )
-def decode(
+def run_row_steps(
     weights0, weights1, weights2, weights3, weights4, weights5, cache_tiles, queues,
-    max_instructions, num_steps, num_generations, first_token, first_position, memory, best_words,
+    max_instructions, num_steps, num_generations, first_row_id, first_position, memory, best_words,
     num_sms, peers, team_rank, first_id, min_blocks, eps, scale, trace, spec: gl.constexpr,
 ):
-    """num_steps decode steps at batch 1; one program an SM, all resident.
+    """num_steps steps of one row; one program an SM, all resident.
 
     weights0 to 5: descriptors of row-major matrices in the weight arena, read alone:
     spec.num_matrices of them, one a row length k, then that of the last matrices of experts, if
     there are some; and others: bf16 [k / 64, rows, 64]. cache_tiles: descriptor of memory.cache,
     bf16 [rows, head_dim]. queues, memory: see QueueMemory, RowMemory. max_instructions: of an SM,
-    as many as queues.words has room for. num_generations: flags of a step. first_token,
+    as many as queues.words has room for. num_generations: flags of a step. first_row_id,
     first_position: of the first step, or -1 to go on from memory.state. best_words: the first
-    flagged word of the SMs' candidates for a token, num_sms: SMs that have one. peers: a tuple of
+    flagged word of the SMs' candidates for an id, num_sms: SMs that have one. peers: a tuple of
     int64, the flagged words of all ranks, in memory that all can write; this rank is `team_rank` of
-    them, and the first of its logits is of token first_id. min_blocks: of 128 positions that a
+    them, and the first of its logits is of id first_id. min_blocks: of 128 positions that a
     split has, at least. eps: of norms; scale: of attention, times log2(e). trace: int64 [num_steps,
     num_sms, max_instructions, STAMPS], nanoseconds, written by the kernel if spec.trace.
 
@@ -226,7 +226,7 @@ def decode(
                 compute,
                 (
                     queue, num_instructions, max_instructions, num_steps, num_generations,
-                    first_token, first_position, memory, best_words, num_sms, peers, team_rank,
+                    first_row_id, first_position, memory, best_words, num_sms, peers, team_rank,
                     first_id, min_blocks, eps, scale, trace, ring, squares, red, step_bar, slots,
                     chosen_bar, spec,
                 ),

@@ -221,10 +221,10 @@ def loader(
     spec: gl.constexpr,
 ):
     """Partition of one warp, which alone fills the ring. weights: a tuple of descriptors, cache:
-    one, as of decode; queue: int32 [num_instructions, 16], of this SM. state: int32, of which it
-    reads the position. bufs, ready, free: the ring's slots and mbarriers. step_bar: the mbarrier at
-    which the compute warps arrive once a step's cached keys may be read. slots, chosen_bar: see
-    route_task.
+    one, as of run_row_steps; queue: int32 [num_instructions, 16], of this SM. state: int32, of
+    which it reads the position. bufs, ready, free: the ring's slots and mbarriers. step_bar: the
+    mbarrier at which the compute warps arrive once a step's cached keys may be read. slots,
+    chosen_bar: see route_task.
     """
     EXPERTS: gl.constexpr = spec.experts
     HALVES: gl.constexpr = num_halves(spec.head_dim)

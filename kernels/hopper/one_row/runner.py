@@ -1,8 +1,8 @@
 """Runs the kernel of one row on a GPU: the queues, buffers and launches of one segment.
 
 In: a segment, the arenas of weights and states on the GPU. Out: a KernelRunner for
-hostir/run/evaluator.py, one step a launch, and `decode`, several steps a launch. Weights and states
-are used where they lie, so library ops of the same model share them. Next on the walk:
+hostir/run/evaluator.py, one step a launch, and `run_steps`, several steps a launch. Weights and
+states are used where they lie, so library ops of the same program share them. Next on the walk:
 ../runtime/relaunch.py.
 """
 
@@ -38,10 +38,10 @@ from distmega.kernels.hopper.plan.words import (
     SAMPLED,
     SEARCHED,
     STAMPS,
+    STATE_ID,
     STATE_POSITION,
     STATE_SAMPLING,
     STATE_SEED,
-    STATE_TOKEN,
     STATE_WORDS,
 )
 from distmega.kernels.hopper.ptx.shapes import THREADS, TILE_SHARED, WEIGHT_SHARED
@@ -61,7 +61,7 @@ MAX_STEPS = 4096
 LOADS_AHEAD = 3
 """Tiles of 16 KB that an SM asks memory for at a time: more do not come sooner."""
 CONTINUED = -1, -1
-"""Token and position of a launch that goes on from what the state says."""
+"""Id and position of a launch that goes on from what the state says."""
 CACHE_ROWS = 128
 """Of what stands for the cache where there is none: a block."""
 MIN_BLOCKS = 1
@@ -72,13 +72,13 @@ CHOICES = {"given": SAMPLED, "candidates": LIMITED, "all": SEARCHED}
 
 
 def choice_of(sampler: FusedSample | None) -> int:
-    """How the kernel chooses tokens."""
+    """How the kernel chooses ids."""
     return CHOICES[sampler.limits] if sampler else GREEDY
 
 
-def padded_head_rows(head_rows: int) -> int:
+def padded_logits(sm_logits: int) -> int:
     """Logits of an SM that its threads look at together."""
-    return max(MAX_SMS, 1 << (head_rows - 1).bit_length())
+    return max(MAX_SMS, 1 << (sm_logits - 1).bit_length())
 
 
 def most_passes(most_rows: int) -> int:
@@ -116,7 +116,7 @@ class RowRunner:
         views = arena_views(weights, weights_arena)
         self._unused = torch.zeros(16, device=device)
         self._rope = views[queues.rope_table] if queues.rope_table else self._unused
-        self._embed = views[queues.embed] if queues.tokens else self._unused.bfloat16()
+        self._embed = views[queues.embed] if queues.ids else self._unused.bfloat16()
         self._vectors = weights_arena.view(torch.bfloat16)
         self._shape = queues.attention or NO_ATTENTION
         self._cache = state_arena.view(torch.bfloat16)
@@ -131,11 +131,11 @@ class RowRunner:
         self._memory, self._peers = open_symmetric(queues.num_words, team, device)
         self._symmetric = self._peers[team.team_rank if team else 0]
         self._kept = torch.zeros(max(queues.num_kept, 1), device=device)
-        self.logits = self._kept[queues.logits_at :][: max(queues.vocab, 1)]
+        self.logits = self._kept[queues.logits_at :][: max(queues.rank_logits, 1)]
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self._settings = self._state[STATE_SAMPLING:][:3].view(torch.float32)
         self._seed = self._state[STATE_SEED:][:2].view(torch.int64)
-        self._tokens = torch.zeros(MAX_STEPS, dtype=torch.int32, device=device)
+        self._ids = torch.zeros(MAX_STEPS, dtype=torch.int32, device=device)
         limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
         self._alarm = Alarm(self._symmetric, limit_s)
         self._first = CONTINUED
@@ -145,12 +145,12 @@ class RowRunner:
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
         queues = self.queues
-        if queues.tokens:
-            self._state[STATE_TOKEN].copy_(tensors[queues.tokens][0])
+        if queues.ids:
+            self._state[STATE_ID].copy_(tensors[queues.ids][0])
         else:  # the input is the only row of an embedding
             self._embed = tensors[queues.embed]
-            if queues.token:
-                self._state[STATE_TOKEN].zero_()  # not `= 0`, which copies from the host
+            if queues.chosen:
+                self._state[STATE_ID].zero_()  # not `= 0`, which copies from the host
         if queues.positions:
             self._state[STATE_POSITION].copy_(tensors[queues.positions][0])
         self._first = CONTINUED
@@ -159,13 +159,13 @@ class RowRunner:
         for kept in queues.outputs:
             values = self._kept[kept.first : kept.first + kept.num]
             tensors[kept.tensor].view(-1).copy_(values)
-        if queues.token:
-            tensors[queues.token].copy_(self._tokens[:1])
+        if queues.chosen:
+            tensors[queues.chosen].copy_(self._ids[:1])
         if queues.logits in self.segment.outputs:
             self._write_logits(tensors[queues.logits])
 
     def _write_logits(self, out: Tensor) -> None:
-        """[1, vocab] of all ranks."""
+        """[1, num_logits] of all ranks."""
         if self._team is None:
             out[0].copy_(self.logits)
         else:
@@ -173,14 +173,14 @@ class RowRunner:
 
     def start(
         self,
-        tokens: Sequence[int],
+        ids: Sequence[int],
         positions: Sequence[int],
         sample_inputs: Mapping[str, Tensor] = NO_SAMPLE_INPUTS,
     ) -> None:
-        """The next step appends the token to the one sequence, at its position. sample_inputs: the
-        segment's inputs that say how tokens are sampled, if it samples.
+        """The next step appends the id to the one sequence, at its position. sample_inputs: the
+        segment's inputs that say how ids are sampled, if it samples.
         """
-        self._first = tokens[0], positions[0]
+        self._first = ids[0], positions[0]
         self._set_sampling(sample_inputs)
 
     def _set_sampling(self, tensors: Mapping[str, Tensor]) -> None:
@@ -189,16 +189,16 @@ class RowRunner:
             self._settings[: len(settings)].copy_(settings)
             self._seed.copy_(tensors[sampler.seeds])
 
-    def decode(self, num_steps: int) -> Tensor:
-        """Runs steps after those before; their tokens, int32 [num_steps, 1], on the GPU until the
+    def run_steps(self, num_steps: int) -> Tensor:
+        """Runs steps after those before; their ids, int32 [num_steps, 1], on the GPU until the
         next call. The caller sees to it that the cache has room. Not of a pipeline's stage.
         """
         require_steps(num_steps)
         self._run(num_steps)
-        return self._tokens[:num_steps, None]
+        return self._ids[:num_steps, None]
 
     def trace(self, num_steps: int) -> list[Span]:
-        """As decode, but gives the timeline of the steps, on the GPU's clock."""
+        """As run_steps, but gives the timeline of the steps, on the GPU's clock."""
         require_steps(num_steps)
         shape = num_steps, *self._words.shape[:2], STAMPS
         stamps = torch.zeros(shape, dtype=torch.int64, device=self._words.device)
@@ -246,7 +246,7 @@ class RowRunner:
             *self._first,
             RowMemory(
                 state=self._state,
-                tokens=self._tokens,
+                ids=self._ids,
                 symmetric=self._symmetric,
                 vectors=self._vectors,
                 embed=self._embed,
@@ -255,7 +255,7 @@ class RowRunner:
                 kept=self._kept,
             ),
             queues.best,
-            len(queues.queues) if queues.token else 0,
+            len(queues.queues) if queues.chosen else 0,
             self._peers,
             self._team_rank,
             queues.first_id,
@@ -283,10 +283,10 @@ class RowRunner:
             keeps_normed=bool(encoded.linear_flags & KEEP_NORMED),
             max_tiles_k=tiles_k,
             num_matrices=len(queues.matrices),
-            choice=choice_of(queues.sampler) if queues.token else NO_CHOICE,
-            head_rows=padded_head_rows(queues.head_rows),
+            choice=choice_of(queues.sampler) if queues.chosen else NO_CHOICE,
+            sm_logits=padded_logits(queues.sm_logits),
             num_ranks=queues.num_ranks,
-            given=queues.num_ranks > 1 and not queues.tokens,
+            given=queues.num_ranks > 1 and not queues.ids,
             barriers=encoded.has_barriers,
             stages=num_stages(tiles_k),
             ahead=LOADS_AHEAD,
@@ -298,7 +298,7 @@ class RowRunner:
             passes=most_passes(encoded.most_rows),
             wide_norms=queues.wide_norms,
         )
-        return launcher_of(kernel.decode, len(queues.queues), spec)
+        return launcher_of(kernel.run_row_steps, len(queues.queues), spec)
 
 
 def launcher_of(kernel: triton.JITFunction, num_sms: int, spec: object) -> Launcher:

@@ -1,4 +1,4 @@
-"""What the ranks of a team do together in the kernel: the embedding, sums over ranks, the token.
+"""What the ranks of a team do together in the kernel: the embedding, sums over ranks, the id.
 
 In: `peers`, the symmetric buffer of every rank, in team order; memory that peers write is polled at
 home. Out: the same bits on every rank, since sums are taken in rank order everywhere. A pushed
@@ -64,15 +64,15 @@ def sum_ranks(symmetric, pointers, stride_bytes, flag, wanted, RANKS: gl.constex
 
 
 @gluon.jit
-def embed_task(words, peers, embed, token, flag, RANKS: gl.constexpr):
-    """Pushes a part of the token's row, if this rank holds it, to every rank: bf16 pairs.
+def embed_task(words, peers, embed, row_id, flag, RANKS: gl.constexpr):
+    """Pushes a part of the id's row, if this rank holds it, to every rank: bf16 pairs.
 
     words: int32, of the instruction. peers: a tuple of int64, the flagged words of all ranks, in
     memory that all can write; writes those from words[DST] on, with `flag`. embed: bf16 [rows,
     columns] of this rank, local, written by nobody; or the input's row, as if it ended with this
     rank's columns.
     """
-    local = token - words[EMB_ROW0]
+    local = row_id - words[EMB_ROW0]
     if (local >= 0) & (local < words[EMB_NUM_ROWS]):
         at = words[EMB_COLUMN] + gl.arange(0, THREADS, layout=PER_THREAD)
         wanted = at < words[EMB_NUM_WORDS]
@@ -123,7 +123,7 @@ def sum_partials(
     """All rows of this SM: the ranks' products in rank order, then the formula, kept and published
     here.
 
-    flag0: the flag of the embedded token, where the formula takes its row. GIVEN: that row is an
+    flag0: the flag of the embedded id, where the formula takes its row. GIVEN: that row is an
     input, which every rank has; peers that hand out the next one must not wait for this read.
     """
     num_rows = words[LIN_NUM_ROWS]
@@ -173,7 +173,7 @@ def sum_partials(
 def push_best(
     symmetric, peers, team_rank, best_words, num_sms, sm, value, index, flag, RANKS: gl.constexpr
 ):
-    """This SM's highest logit, or what it drew, and its token, to every rank; none that are void
+    """This SM's highest logit, or what it drew, and its id, to every rank; none that are void
     (push_partial).
     """
     at = keep(best_words) + 2 * (team_rank * num_sms + sm)
@@ -217,20 +217,20 @@ def pass_barrier(words, symmetric, sm, flag):
 
 @gluon.jit
 def most_likely(symmetric, best_words, num_sms, flag, RANKS: gl.constexpr):
-    """Token with the highest logit over all SMs of all ranks; the lowest id among equals, also
+    """Id with the highest logit over all SMs of all ranks; the lowest id among equals, also
     where all are -inf.
     """
     sms = gl.arange(0, THREADS, layout=PER_THREAD)
     wanted = sms < num_sms
     values = gl.full([THREADS], float("-inf"), gl.float32, layout=PER_THREAD)
-    tokens = gl.full([THREADS], 0x7FFFFFFF, gl.int32, layout=PER_THREAD)
+    ids = gl.full([THREADS], 0x7FFFFFFF, gl.int32, layout=PER_THREAD)
     first = keep(best_words)  # else addresses stay in registers from step to step
     for rank in gl.static_range(RANKS):
         at = symmetric + (first + 2 * (rank * num_sms + sms))
-        bits, token = spin2(symmetric, at, flag, wanted, RANKS)
+        bits, row_id = spin2(symmetric, at, flag, wanted, RANKS)
         value = gl.where(wanted, as_float(bits), float("-inf"))
-        better = (value > values) | (rank == 0)  # tokens grow with the rank
+        better = (value > values) | (rank == 0)  # ids grow with the rank
         values = gl.where(better, value, values)
-        tokens = gl.where(better & wanted, token, tokens)
+        ids = gl.where(better & wanted, row_id, ids)
     highest = gl.max(values, axis=0)
-    return gl.min(gl.where(values == highest, tokens, 0x7FFFFFFF), axis=0)
+    return gl.min(gl.where(values == highest, ids, 0x7FFFFFFF), axis=0)

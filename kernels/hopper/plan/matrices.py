@@ -1,4 +1,4 @@
-"""Where the weights of a segment lie in their arena, as the decode kernel addresses them.
+"""Where the weights of a segment lie in their arena, as the persistent kernels address them.
 
 In: a segment, the layout of its weights. Out: `Weights`: matrices of one row length as one block of
 rows, a weight as rows of its block, a vector as an offset. Next on the walk: row_plan/queues.py.
@@ -198,7 +198,9 @@ def share(rows: int, step: int, sm: int, num_sms: int) -> tuple[int, int]:
     return parts * sm // num_sms * step, parts * (sm + 1) // num_sms * step
 
 
-def input_columns(hidden: int, team_rank: int, num_ranks: int) -> range:
-    """Of an input's row of `hidden` elements: those that a rank hands out to all, whole units."""
-    first, last = share(hidden, 1, team_rank, num_ranks)
-    return range(first * UNIT_ROWS, min(last * UNIT_ROWS, hidden))
+def input_columns(entry_columns: int, team_rank: int, num_ranks: int) -> range:
+    """Of an input's row of `entry_columns` elements: those that a rank hands out to all, whole
+    units.
+    """
+    first, last = share(entry_columns, 1, team_rank, num_ranks)
+    return range(first * UNIT_ROWS, min(last * UNIT_ROWS, entry_columns))

@@ -1,7 +1,7 @@
 """What the ops of a segment must agree on, which both kernels are specialised for.
 
-In: a segment and its fused ops. Out: its `Agreement`: ranks, the rows that come in, the choice of a
-token, extents of attention, eps. UnsupportedError where ops differ. Next on the walk:
+In: a segment and its fused ops. Out: its `Agreement`: ranks, the rows that come in, the choice of
+an id, extents of attention, eps. UnsupportedError where ops differ. Next on the walk:
 row_plan/queues.py.
 """
 
@@ -32,7 +32,7 @@ ROLES: tuple[Role, ...] = ("weight", "input")
 class Agreement:
     """num_ranks: of the team. embedding: what looks up the rows that come in, if something does;
     entry: their tensor; others: inputs of rows besides; rows: of the one with the most. tables:
-    embeddings besides, of the same tokens or of positions, by what they give. choice: how a token
+    embeddings besides, of the same ids or of positions, by what they give. choice: how an id
     is chosen from the last op's result. attention: what all attention ops share; positions: of
     attention or, without any, of a table, "" without either. eps: of the norms that contractions
     and attention take in, 0.0 without one.
@@ -64,7 +64,7 @@ def find_agreement(
         positions = next((op.ids for op in tables.values() if op.ids != _ids(embedding)), "")
     rows = max(math.prod(segment.tensor_map()[name].shape[:-1]) for name in (entry, *others))
     if not 1 <= rows <= max_rows:
-        raise unfit(f"{rows} tokens")
+        raise unfit(f"{rows} rows")
     if others and max_rows == 1:
         raise unfit(f"inputs {[entry, *others]} of one row each")
     choice = _find_choice(fused)
@@ -192,10 +192,10 @@ def _find_entry(
 
 
 def _find_choice(fused: Sequence[Fused]) -> FusedChoice | None:
-    """The choice of a token, which is the last op."""
+    """The choice of an id, which is the last op."""
     choices = [op for op in fused if isinstance(op, FusedChoice)]
     if len(choices) > 1 or (choices and fused[-1] is not choices[0]):
-        raise unfit("choices of tokens before other ops")
+        raise unfit("choices of ids before other ops")
     return choices[0] if choices else None
 
 
@@ -219,7 +219,7 @@ def _attention_shape(
             widths = [tensors[name].shape[-1] for name in (op.k_cache, op.v_cache)]
             raise unfit(f"{op.name!r} with keys and values of {widths} elements")
         if rows != num_rows or head_dim not in head_dims or op.window < 0:
-            raise unfit(f"{rows} tokens, heads of {head_dim}")
+            raise unfit(f"{rows} rows, heads of {head_dim}")
         found.add(
             AttentionShape(
                 num_heads=num_kv_heads * group,

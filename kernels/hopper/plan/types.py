@@ -184,7 +184,7 @@ class Epilogue:
 
     publishes: "numbers", f32, a flagged word each; "pairs" of bf16, or nothing. num_carried:
     vectors that stay with this SM and that the formula takes. summed: the product is summed over
-    ranks first. ranked: a token is chosen from the results. weighted: rows are those of chosen
+    ranks first. ranked: an id is chosen from the results. weighted: rows are those of chosen
     experts, and what an expert weighs is the formula's last argument. gathered: every rank gets
     what is published, each rank's part behind that of the rank before.
     """
@@ -252,10 +252,10 @@ class RowQueues:
     epilogues: of linears, by opcode; formulas: of pointwise work on rows. wide_norms: whether
     weights of norms are f32. num_generations: flags of a step, more than any buffer has
     generations. num_kept: f32 elements that SMs keep; outputs: those that leave; logits_at: first
-    of those that a token is chosen from. sampler: where tokens are not the most likely. head_rows:
-    of the logits, what one SM chooses from, at most. best, sample, num_words: first flagged word of
-    the heads' maxima and of what samples exchange, count of all words; buffers: all that lies
-    there, in the order of dataflow. embed: the table that `tokens` look up or, without tokens, the
+    of those that an id is chosen from. sampler: where ids are not the most likely. sm_logits:
+    what one SM chooses from, at most. best, sample, num_words: first flagged word of
+    the logits' maxima and of what samples exchange, count of all words; buffers: all that lies
+    there, in the order of dataflow. embed: the table that `ids` look up or, without ids, the
     input of one row. experts: where there are some; expert_matrix: all last matrices of theirs.
     Names: tensors that the runner binds, "" where the segment has none.
     """
@@ -274,8 +274,8 @@ class RowQueues:
     num_kept: int
     outputs: tuple[Kept, ...]
     sampler: FusedSample | None
-    vocab: int
-    head_rows: int
+    rank_logits: int
+    sm_logits: int
     logits_at: int
     best: int
     sample: int
@@ -283,11 +283,11 @@ class RowQueues:
     buffers: tuple[Buffer, ...]
     first_id: int
     embed: str
-    hidden: int
+    entry_columns: int
     rope_table: str
-    tokens: str
+    ids: str
     positions: str
-    token: str
+    chosen: str
     logits: str
     experts: ExpertShape | None = None
     expert_matrix: WeightMatrix | None = None
@@ -301,8 +301,8 @@ class RowQueues:
 def unfit(found: str) -> UnsupportedError:
     """The error for a segment that the kernel can't do."""
     return UnsupportedError(
-        f"the decode kernel can't do {found}",
-        expected=f"1 to 16 tokens, rows of a multiple of {ROW_MULTIPLE} elements, heads of a "
+        f"the persistent kernel can't do {found}",
+        expected=f"1 to 16 rows of a multiple of {ROW_MULTIPLE} elements, heads of a "
         f"multiple of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}",
         remedy="run the segment by library ops",
     )

@@ -1,4 +1,4 @@
-"""The order of weights in an arena that the decode kernel reads in place.
+"""The order of weights in an arena that the persistent kernels read in place.
 
 In: a segment, or a whole local program. Out: its weights in order; the CPU interpreter takes any
 order. Next on the walk: row_plan/queues.py.

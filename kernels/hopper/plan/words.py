@@ -35,11 +35,11 @@ PARTIAL_EXTRA = 4
 """Flagged words after the outputs of a partial: maximum, sum, two unused."""
 
 NO_WINDOW = 2**30
-"""The window of a layer whose queries see all positions."""
+"""The window of an attention whose queries see all positions."""
 
-STATE_POSITION, STATE_EPOCH, STATE_TOKEN, STATE_SAMPLING, STATE_SEED = 0, 1, 2, 4, 8
-"""Words of the device state: position of the next token, steps run so far, the next token; how
-tokens are sampled (one_row/bodies/sample.py), f32, and the seed, int64.
+STATE_POSITION, STATE_EPOCH, STATE_ID, STATE_SAMPLING, STATE_SEED = 0, 1, 2, 4, 8
+"""Words of the device state: position of the next step, steps run so far, the id of the next; how
+ids are sampled (one_row/bodies/sample.py), f32, and the seed, int64.
 """
 STATE_WORDS = 10
 
@@ -48,13 +48,13 @@ STAMPS = 4
 
 FROM_EMBEDDING, CARRY_EMBEDDED, PAIRED, LAYER_NORM, KEEP_NORMED, CARRY_TWO = 1, 2, 4, 8, 16, 32
 EXPERT_ROWS, EXPERT_COLUMNS = 64, 128
-"""Linear.flags: x is the embedding row of the current token; what is carried is; units of two
+"""Linear.flags: x is the table's row of the current id; what is carried is; units of two
 streams take turns; the norm of x is a layer norm, else an rms norm; the SM normalises its rows of x
 too, where it keeps them; the epilogue takes a second vector that the SM keeps.
 """
 AT_POSITION, BIASED = 4, 8
 """Pointwise.flags, besides FROM_EMBEDDING and CARRY_EMBEDDED: the table's row is that of the
-position, else of the token; a bias lies behind the norm's weight.
+position, else of the id; a bias lies behind the norm's weight.
 """
 DELTA_SHIFT, MATRIX_SHIFT = 8, 24
 DELTA_MASK = 0xFFFF
@@ -67,11 +67,11 @@ EMBEDDED = REPORT_WORDS
 """First flagged word of that row where ranks share the embedding matrix."""
 
 GREEDY, SAMPLED, LIMITED, SEARCHED, NO_CHOICE = range(5)
-"""How the kernel chooses tokens, see one_row/bodies/sample.py, or that it chooses none."""
+"""How the kernel chooses ids, see one_row/bodies/sample.py, or that it chooses none."""
 SAMPLE_CHUNK = 8
 """Numbers of an SM that are exchanged at a time to find the limits of a sample."""
 SEARCH_CHUNKS = 64
-"""Of them, for limits among any number of tokens: two searches of up to 30 rounds, each of which
+"""Of them, for limits among any number of ids: two searches of up to 30 rounds, each of which
 leaves a quarter of a range of float32.
 """
 MAX_SMS = 256
@@ -191,8 +191,8 @@ class RowCombine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowEmbed:
-    """Words (bf16 pairs) from `column` on of the token's row, to every rank, where this rank's part
-    of the embedding matrix has it: token row0 is the first of num_rows, num_words words each. Of an
+    """Words (bf16 pairs) from `column` on of the id's row, to every rank, where this rank's part
+    of the embedding matrix has it: id row0 is the first of num_rows, num_words words each. Of an
     input, as if that were a matrix of one row: this rank's part of it, from word `start` to
     num_words.
     """
@@ -223,11 +223,11 @@ class RowBarrier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSample:
-    """The best candidate of logits row0 to num_rows - 1, where tokens are sampled: this rank's own,
-    of which the SM keeps its rows from element `logits` on, or, if vocab > 0, those of all ranks,
-    which lie in flagged words from src on: of each rank a whole number of units, the first `vocab`
-    rows of which are tokens, so rows are slots there. dst: first flagged word of what SMs exchange
-    to find limits. The loader takes it for a linear of no units.
+    """The best candidate of logits row0 to num_rows - 1, where ids are sampled: this rank's own,
+    of which the SM keeps its rows from element `logits` on, or, if rank_logits > 0, those of all
+    ranks, which lie in flagged words from src on: of each rank a whole number of units, the first
+    `rank_logits` rows of which are no padding, so rows are slots there. dst: first flagged word of
+    what SMs exchange to find limits. The loader takes it for a linear of no units.
     """
 
     name: str
@@ -235,7 +235,7 @@ class RowSample:
     row0: int
     num_rows: int
     src: int = 0
-    vocab: int = 0
+    rank_logits: int = 0
     dst: int = 0
     logits: int = 0
     opcode: RowOpcode = RowOpcode.SAMPLE
@@ -261,7 +261,7 @@ class RowPointwise:
     and of what it takes besides.
 
     x is a whole row: num_src_words flagged words from src on, bf16 pairs or f32 as the formula's
-    spec says, flagged `flag_delta` generations ago; or the token's row, with FROM_EMBEDDING; none
+    spec says, flagged `flag_delta` generations ago; or the id's row, with FROM_EMBEDDING; none
     where the formula takes no x. norm: offset in the vectors of the norm's weight, or NOTHING; with
     BIASED its bias lies behind, at the next multiple of VECTOR_MULTIPLE. table: of a table in the
     weights' arena, VECTOR_MULTIPLE elements before it. dst, row0, num_rows, keep, carry, second: as
@@ -330,8 +330,8 @@ FIELD_WORDS: dict[type[Instruction], dict[str, int]] = {
     },
     RowBarrier: {"opcode": 0, "generation": 1, "num_words": 6, "dst": 10},
     RowSample: {
-        "opcode": 0, "generation": 1, "src": 5, "vocab": 6, "dst": 10, "row0": 11, "logits": 12,
-        "num_rows": 13,
+        "opcode": 0, "generation": 1, "src": 5, "rank_logits": 6, "dst": 10, "row0": 11,
+        "logits": 12, "num_rows": 13,
     },
     RowRoute: {"opcode": 0, "generation": 1, "src": 5, "num_words": 6},
     RowPointwise: {

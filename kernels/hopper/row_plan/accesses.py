@@ -93,7 +93,7 @@ def reads(one: Instruction, queues: RowQueues) -> Iterator[Read]:
             words = range(one.dst, one.dst + one.num_words)
             yield Read(words=words, generation=one.generation, phase=1)
         case RowSample():
-            if one.vocab:
+            if one.rank_logits:
                 words = range(one.src + one.row0, one.src + one.num_rows)
                 yield Read(words=words, generation=one.generation)
             words = buffer_words(queues, "sample")
@@ -123,16 +123,16 @@ def _linear_reads(one: RowLinear, queues: RowQueues) -> Iterator[Read]:
             part = one.dst + (rank - queues.num_ranks) * one.num_rows
             words = range(part + first, part + last)
             yield Read(words=words, generation=one.generation, phase=1)
-        if one.flags & CARRY_EMBEDDED and queues.tokens:
+        if one.flags & CARRY_EMBEDDED and queues.ids:
             words = range(EMBEDDED + first // 4 * 2, EMBEDDED + (last + 3) // 4 * 2)
             yield Read(words=words, generation=0, phase=1)
 
 
 def step_reads(queues: RowQueues) -> Iterator[Read]:
-    """What every SM polls when a step begins after another: who chose which token, with the last
+    """What every SM polls when a step begins after another: who chose which id, with the last
     flag of the step before.
     """
-    if queues.token:
+    if queues.chosen:
         yield Read(words=buffer_words(queues, "best"), generation=queues.num_generations - 1)
 
 
@@ -206,17 +206,17 @@ def _linear_writes(one: RowLinear, queues: RowQueues, sm: int) -> Iterator[Write
 
 
 def _embed_writes(one: RowEmbed, queues: RowQueues) -> Iterator[Write]:
-    """Each rank's columns of an input or of the token's row, or the whole row of the one rank that
+    """Each rank's columns of an input or of the id's row, or the whole row of the one rank that
     has it, which may be the reader's own or any other.
     """
-    if not queues.tokens:
+    if not queues.ids:
         for rank in range(queues.num_ranks):
-            part = input_columns(queues.hidden, rank, queues.num_ranks)
+            part = input_columns(queues.entry_columns, rank, queues.num_ranks)
             first, behind = part.start // 2 + one.column - one.start, part.stop // 2
             if first < behind:
                 yield Write(words=range(one.dst + first, one.dst + behind), generation=0, rank=rank)
         return
-    if 2 * one.num_words < queues.hidden:
+    if 2 * one.num_words < queues.entry_columns:
         for rank in range(queues.num_ranks):
             first = EMBEDDED + rank * one.num_words
             words = range(first + one.column, first + one.num_words)

@@ -106,7 +106,7 @@ class RowDraft:
     attention: AttentionShape | None = None
     experts: ExpertShape | None = None
     choice: FusedChoice | None = None
-    vocab: int = 0
+    rank_logits: int = 0
     logits_at: int = 0
 
     # what the segment is
@@ -142,7 +142,7 @@ class RowDraft:
         shape = self.experts
         return self.placed.block_of(names, shape.width, shape.copied_slices)
 
-    def hidden(self) -> int:
+    def entry_columns(self) -> int:
         """Elements of the row that comes in."""
         return self.elements(self.entry)
 
@@ -210,7 +210,7 @@ class RowDraft:
 
     def outputs(self) -> tuple[Kept, ...]:
         """Where outputs lie that no other rule brings out."""
-        own = {self.choice.token, self.choice.logits} if self.choice else set()
+        own = {self.choice.chosen, self.choice.logits} if self.choice else set()
         found = []
         for name in self.segment.outputs:
             if name in own:
@@ -237,13 +237,13 @@ class RowDraft:
             return self.made[op.x]
         if op.x != self.entry:
             raise unfit(f"{op.name!r} of {op.x!r}, which no op publishes")
-        return Made(0, 0, self.hidden(), 1, NOTHING)
+        return Made(0, 0, self.entry_columns(), 1, NOTHING)
 
     def carried(self, op: str, name: str, rows: int, streams: int) -> tuple[int, bool]:
         """Where an operand of `op` lies that the SM keeps, and whether it is the given row."""
         made = self.made.get(name)
         if name == self.entry and (made is None or made.kept == NOTHING):
-            if self.hidden() != rows:
+            if self.entry_columns() != rows:
                 raise unfit(f"{op!r}, which takes {name!r} of another size")
             return NOTHING, True
         if made is None or made.kept == NOTHING or (made.rows, made.streams) != (rows, streams):

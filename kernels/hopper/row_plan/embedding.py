@@ -10,26 +10,28 @@ from distmega.kernels.hopper.row_plan.pointwise import add_copies
 from distmega.kernels.tasks.fuse import FusedContraction, FusedPointwise
 
 EMBED_WORDS = 256
-"""Flagged words of the embedded token that one SM pushes: one a thread."""
+"""Flagged words of the embedded id that one SM pushes: one a thread."""
 
 
 def add_embedding(draft: RowDraft) -> None:
-    """Where ranks share the matrix, those with a part of the token's row push it to all. Of an
+    """Where ranks share the matrix, those with a part of the id's row push it to all. Of an
     input, which all have, each pushes columns of its own: so who has read the row knows of
     every rank that it is done with the launch before.
     """
     if draft.num_ranks == 1:
         return
-    op, hidden = draft.embedding, draft.hidden()
+    op, entry_columns = draft.embedding, draft.entry_columns()
     given = op.table if op else draft.entry
     if given in draft.divided and (op is None or op.num_ranks == 1):
         raise unfit(f"a row of {given!r}, of which ranks have parts that others don't ask for")
-    first = draft.reserve("embedded", hidden // 2)
+    first = draft.reserve("embedded", entry_columns // 2)
     assert first == EMBEDDED
-    kept = draft.take_kept(hidden) if keeps_entry(draft) else NOTHING
-    draft.made[draft.entry] = made = Made(first, 0, hidden, 1, kept)
+    kept = draft.take_kept(entry_columns) if keeps_entry(draft) else NOTHING
+    draft.made[draft.entry] = made = Made(first, 0, entry_columns, 1, kept)
     if op is None:
-        parts = [input_columns(hidden, rank, draft.num_ranks) for rank in range(draft.num_ranks)]
+        parts = [
+            input_columns(entry_columns, rank, draft.num_ranks) for rank in range(draft.num_ranks)
+        ]
         own, num_columns = parts[draft.team_rank], max(map(len, parts))
         one = RowEmbed(
             name=draft.entry,
@@ -42,7 +44,7 @@ def add_embedding(draft: RowDraft) -> None:
         )
     else:
         rows, num_columns = draft.weights.tensors[op.table].shape
-        is_whole = num_columns == hidden
+        is_whole = num_columns == entry_columns
         one = RowEmbed(
             name=op.name,
             row0=draft.team_rank * rows if is_whole else 0,

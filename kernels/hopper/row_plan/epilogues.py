@@ -81,7 +81,7 @@ def epilogue_of(draft: RowDraft, op: FusedContraction) -> Epilogue:
     if len(op.operands) > MAX_CARRIED or (op.operands and len(op.streams) > 1):
         raise unfit(f"{op.name!r}, whose epilogue takes {op.operands}")
     if draft.is_ranked(op) and (len(op.streams) > 1 or op.num_ranks > 1):
-        raise unfit(f"{op.name!r}, which a token is chosen from, of several products")
+        raise unfit(f"{op.name!r}, which an id is chosen from, of several products")
     return Epilogue(
         num_streams=len(op.streams),
         formula=op.formula,

@@ -42,7 +42,8 @@ def add_contraction(draft: RowDraft, nth: int, op: FusedContraction) -> None:
     if op.num_ranks > 1:
         draft.reserve(f"parts of {kind}", draft.num_ranks * rows)
     if draft.is_ranked(op):
-        draft.vocab, limit = rows, min(rows, max(0, choice_vocab(draft) - draft.team_rank * rows))
+        draft.rank_logits = rows
+        limit = min(rows, max(0, num_logits(draft) - draft.team_rank * rows))
         dst, generation = reserve_logits(draft, rows), draft.of_x(op).generation
     elif epilogue.gathered:
         dst, limit = draft.reserve(kind, draft.num_ranks * size) + draft.team_rank * size, rows
@@ -153,9 +154,9 @@ def normalised(draft: RowDraft, op: FusedContraction, nth: int) -> int:
     return x.kept
 
 
-def choice_vocab(draft: RowDraft) -> int:
+def num_logits(draft: RowDraft) -> int:
     assert draft.choice is not None
-    return draft.choice.vocab
+    return draft.choice.num_logits
 
 
 def add_routing(draft: RowDraft, op: FusedRouting) -> None:

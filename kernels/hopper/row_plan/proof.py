@@ -191,7 +191,7 @@ class _Proof:
         return ""
 
     def begin(self, step: int) -> str:
-        """What SMs know when a step begins: who chose the token, or that a launch has ended."""
+        """What SMs know when a step begins: who chose the id, or that a launch has ended."""
         chosen = list(step_reads(self.queues))
         if not chosen:
             ended = self.lengths * np.int32(step)
@@ -200,7 +200,7 @@ class _Proof:
         for read in chosen:
             found = self.learnt((read,), step - 1)
             if found is None:
-                return "the choice of the next token waits for ever"
+                return "the choice of the next id waits for ever"
             np.maximum(self.own, found[0], out=self.own)
             np.maximum(self.peer, found[1], out=self.peer)
         return ""

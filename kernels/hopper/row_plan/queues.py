@@ -45,7 +45,7 @@ from distmega.kernels.hopper.plan.words import (
     RowSample,
 )
 from distmega.kernels.hopper.row_plan.attention import add_attention
-from distmega.kernels.hopper.row_plan.choice import add_choice, head_rows, reserve_choice
+from distmega.kernels.hopper.row_plan.choice import add_choice, reserve_choice, sm_logits
 from distmega.kernels.hopper.row_plan.draft import RowDraft
 from distmega.kernels.hopper.row_plan.embedding import add_embedding
 from distmega.kernels.hopper.row_plan.epilogues import find_classes, find_epilogues
@@ -98,7 +98,7 @@ def build_queues(
             )
             queues = fill_queues(draft)
             _require_slots(queues)
-            if not queues.token and find_late_start(queues):
+            if not queues.chosen and find_late_start(queues):
                 queues = add_starts(queues)
             hazard = find_hazard(queues) or find_wrong_slot(queues)
             if not hazard:
@@ -132,7 +132,7 @@ def _ways(fused: Sequence[Fused], placed: Weights, num_sms: int) -> Iterator[tup
     products = [op for op in fused if isinstance(op, FusedContraction)]
     chosen = {op.source for op in fused if isinstance(op, FusedChoice)}
     for op in products:
-        if chosen.intersection(op.outs):  # every SM has a part in the choice of a token
+        if chosen.intersection(op.outs):  # every SM has a part in the choice of an id
             num_sms = min(num_sms, num_units(rows_of(op, placed)))
     units = {num_units(rows_of(op, placed)) for op in products}
     sizes = sorted({num_sms, *(one for one in units if one < num_sms)}, reverse=True)
@@ -169,10 +169,10 @@ def fill_queues(draft: RowDraft) -> RowQueues:
                 add_choice(draft, op)
         if i + 1 < len(draft.fused) and not isinstance(draft.fused[i + 1], FusedChoice):
             add_barrier(draft, i)
-    head, sampler = draft.choice, draft.choice.sampler if draft.choice else None
+    choice, sampler = draft.choice, draft.choice.sampler if draft.choice else None
     attention = next((op for op in draft.fused if isinstance(op, FusedAttention)), None)
-    if head:
-        reserve_choice(draft, head)
+    if choice:
+        reserve_choice(draft, choice)
     return RowQueues(
         num_ranks=draft.num_ranks,
         mode=draft.mode,
@@ -188,28 +188,28 @@ def fill_queues(draft: RowDraft) -> RowQueues:
         num_kept=draft.num_kept,
         outputs=draft.outputs(),
         sampler=sampler,
-        vocab=draft.vocab,
-        head_rows=head_rows(draft, sampler) if head else 0,
+        rank_logits=draft.rank_logits,
+        sm_logits=sm_logits(draft, sampler) if choice else 0,
         logits_at=draft.logits_at,
         best=draft.firsts.get("best", 0),
         sample=draft.firsts.get("sample", 0),
         num_words=draft.num_words,
         buffers=tuple(draft.buffers),
-        first_id=draft.team_rank * draft.vocab,
+        first_id=draft.team_rank * draft.rank_logits,
         embed=draft.embedding.table if draft.embedding else draft.entry,
-        hidden=draft.hidden(),
+        entry_columns=draft.entry_columns(),
         rope_table=attention.table if attention else "",
-        tokens=draft.embedding.ids if draft.embedding else "",
+        ids=draft.embedding.ids if draft.embedding else "",
         positions=draft.positions,
-        token=head.token if head else "",
-        logits=head.logits if head else "",
+        chosen=choice.chosen if choice else "",
+        logits=choice.logits if choice else "",
         experts=draft.experts,
         expert_matrix=draft.expert_matrix(),
     )
 
 
 def chosen_last(draft: RowDraft) -> tuple[tuple[Instruction, ...], ...]:
-    """The queues, in which those instructions are of the last generation of all by which a token is
+    """The queues, in which those instructions are of the last generation of all by which an id is
     chosen: a step begins with the last flag of the one before.
     """
     last = draft.num_generations - 1

@@ -1,4 +1,4 @@
-"""The choice of a token, from the result of a linear: an argmax, or a sample within limits."""
+"""The choice of an id, from the result of a linear: an argmax, or a sample within limits."""
 
 from distmega.kernels.tasks.fuse.state import Fusion, does_not_fuse, num_ranks_of, out_of
 from distmega.kernels.tasks.fuse.types import Fused, FusedChoice, FusedSample, Limits
@@ -7,7 +7,7 @@ from distmega.program.types import Op, contracts
 
 
 def fuse_choice(fusion: Fusion, op: Op) -> Fused:
-    """A token chosen from the result of a linear, or of pointwise ops behind it, by an argmax
+    """An id chosen from the result of a linear, or of pointwise ops behind it, by an argmax
     or a sample, gathered before or compared afterwards where several ranks have parts of it.
     """
     logits, num_ranks, ops = fusion.read(op, 0), 1, [op]
@@ -19,21 +19,21 @@ def fuse_choice(fusion: Fusion, op: Op) -> Fused:
     last = fusion.producers.get(source)
     if last is None or not (contracts(last) or kind_of(last).is_elementwise):
         raise does_not_fuse(op)
-    token, vocab = op.writes[1].tensor, fusion.tensors[logits].shape[-1]
+    chosen, num_logits = op.writes[1].tensor, fusion.tensors[logits].shape[-1]
     if op.get("base_axis", ""):
-        compare = fusion.only_user(token)
+        compare = fusion.only_user(chosen)
         if compare is None or not kind_of(compare).sums_all:
             raise does_not_fuse(op)
-        token, num_ranks = compare.writes[1].tensor, num_ranks_of(compare)
+        chosen, num_ranks = compare.writes[1].tensor, num_ranks_of(compare)
         ops.append(compare)
         extent = op.attr("extent")
         assert isinstance(extent, int)
-        vocab = extent
+        num_logits = extent
         logits = gathered_logits(fusion, source, ops)
     sampler = sampler_of(fusion, op, (source, logits)) if op.kind == "sample" else None
     fusion.take(*ops)
     return FusedChoice(
-        name=op.name, source=source, logits=logits, token=token, vocab=vocab,
+        name=op.name, source=source, logits=logits, chosen=chosen, num_logits=num_logits,
         num_ranks=num_ranks, sampler=sampler,
     )  # fmt: skip
 

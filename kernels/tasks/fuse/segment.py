@@ -9,7 +9,7 @@ structure of ops and at who uses their results, never at names and never at one 
 - a chain of pointwise ops joins the epilogue of the contraction whose result it takes last;
 - contractions of the same x whose results meet in one epilogue are streams of one contraction;
 - contractions of the same x whose results leave as they are stand side by side in one;
-- a sum over ranks, and the choice of a token, join the contraction before them;
+- a sum over ranks, and the choice of an id, join the contraction before them;
 - rotations, the norms before them and appends to caches join the attention that they serve;
 - attention over keys and values of the same rows takes in what turns heads and rows around;
 - a gather of columns over ranks is a fused op of its own;
@@ -53,7 +53,7 @@ T = TypeVar("T")
 MOST = Joining()
 """The fewest fused ops."""
 CHOICES = ("argmax", "sample")
-"""Kinds that choose a token."""
+"""Kinds that choose an id."""
 
 
 def fuse_segment(

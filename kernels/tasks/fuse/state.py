@@ -146,6 +146,6 @@ def does_not_fuse(op: Op) -> UnsupportedError:
         f"op {op.name!r} of kind {op.kind} does not fuse",
         expected="contractions with norms before and pointwise ops behind them, norms, softmax and "
         "pointwise ops of rows, attention, embeddings, gathers of columns over ranks, "
-        "the choice of a token",
+        "the choice of an id",
         remedy="run the segment by library ops",
     )

@@ -217,10 +217,10 @@ class FusedGather:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedSample:
-    """A token sampled as ops.sample says, at the last of `positions`, instead of the most likely.
+    """An id sampled as ops.sample says, at the last of `positions`, instead of the most likely.
 
     limits: "given", and sampling is what ops.sample takes; else sampling is settings of ops.cutoff,
-    whose limits are looked for among few "candidates" or among "all" tokens, of all ranks.
+    whose limits are looked for among few "candidates" or among "all" logits, of all ranks.
     """
 
     sampling: str
@@ -231,17 +231,17 @@ class FusedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedChoice:
-    """token = argmax of the result of the contraction before, `source`, or sampled from it.
+    """chosen = argmax of the result of the contraction before, `source`, or sampled from it.
 
-    Over num_ranks ranks, each has as many rows of all `vocab` ones, in rank order. logits: what all
-    ranks have or, where none asks for them, the rank's own.
+    Over num_ranks ranks, each has as many rows of all `num_logits` ones, in rank order. logits:
+    what all ranks have or, where none asks for them, the rank's own.
     """
 
     name: str
     source: str
     logits: str
-    token: str
-    vocab: int
+    chosen: str
+    num_logits: int
     num_ranks: int = 1
     sampler: FusedSample | None = None
 

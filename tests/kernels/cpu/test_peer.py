@@ -184,7 +184,7 @@ def share(rank: int, answers: Sequence[Sequence[object]], sizes: PeerSizes = SIZ
 
 
 def offer(**changes: object) -> peer._Offer:
-    values = {"rank": 1, "path": "/proc/self/fd/999", "token": b"x" * 16, "sizes": SIZES}
+    values = {"rank": 1, "path": "/proc/self/fd/999", "nonce": b"x" * 16, "sizes": SIZES}
     return peer._Offer(**(values | changes))
 
 
@@ -213,7 +213,7 @@ def test_an_offer_of_another_form_is_refused():
             share(0, [[None, told], [None, ""]])
 
 
-def test_memory_of_another_host_is_told_by_its_token(tmp_path):
+def test_memory_of_another_host_is_told_by_its_nonce(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(SIZES.total_bytes))
     with pytest.raises(LaunchError, match="it is on another host"):

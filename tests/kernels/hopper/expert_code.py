@@ -61,6 +61,6 @@ def expert_code(
         if traced:
             made.trace(1)
         else:
-            made.decode(1)
+            made.run_steps(1)
     (code,) = launched
     return code

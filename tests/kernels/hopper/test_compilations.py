@@ -40,8 +40,8 @@ def launch(name: str, rows: int, max_context: int) -> None:
     )
     for position in (0, 1, max_context - 2):
         runner.start([1] * rows, [position] * rows)
-        runner.decode(1)
-        runner.decode(2)
+        runner.run_steps(1)
+        runner.run_steps(2)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_attention_waits_for_qkv_and_owes_partials():
 
 def test_next_token_waits_for_the_heads_maxima():
     text = explain(11, "best", 2 * 17, step=1, layer=LAYERS - 1)
-    assert "SM 11 (the choice of the next token)" in text
+    assert "SM 11 (the choice of the next id)" in text
     assert "owed by rank 0, SM 17" in text
 
 
@@ -163,7 +163,7 @@ def test_the_sm_that_owes_a_number_or_a_candidate_of_a_draw_is_named():
     assert "next, slots" in error.found
     assert "owed by rank 1, SM 31, instruction" in error.remedy
     error = explain_sampling("best", 2 * 31, 4, SAMPLING_KERNEL[1])
-    assert "SM 4 (the choice of the next token)" in error.found
+    assert "SM 4 (the choice of the next id)" in error.found
     assert "owed by rank 1, SM 31, instruction" in error.remedy
     assert "next, slots" in error.remedy
     plain = odd_queues(Method(kind="plain"), 2)[1]

@@ -27,7 +27,7 @@ def test_later_launches_are_the_first(monkeypatch, num_ranks):
     with offline.offline(monkeypatch):
         runner: RowRunner = open_runner("llama-3.2-1b", num_ranks)
         for num_steps in (1, 1, 3):
-            runner.decode(num_steps)
+            runner.run_steps(num_steps)
     assert_same(seen)
 
 
@@ -43,7 +43,7 @@ def test_a_prepared_kernel_is_the_one_that_runs(monkeypatch, batch):
             runner = open_batch_runner(decode_plan("smollm2-135m", 1, batch))
         runner.prepare()
         for num_steps in (1, 1, 3):
-            runner.decode(num_steps)
+            runner.run_steps(num_steps)
     assert len(loaded) <= 1, "tests before may have loaded it"
     assert_same(seen)
 
@@ -65,9 +65,9 @@ def test_batched_launches_are_the_first(monkeypatch, num_ranks, method):
     with offline.offline(monkeypatch):
         runner = open_batch_runner(drawn)
         if method.samples:
-            assert runner._report.numel() > 2 * BATCH * list_words(runner.queues.vocab)
+            assert runner._report.numel() > 2 * BATCH * list_words(runner.queues.rank_logits)
         for num_steps in (1, 1, 3):
-            runner.decode(num_steps)
+            runner.run_steps(num_steps)
     assert_same(seen)
 
 

@@ -116,7 +116,7 @@ def test_a_head_that_draws(method: Method, limits: str):
     program = build_decoder(PRESETS["tiny-llama"], 1, 64, method=method)
     head = fuse_segment(program)[-1]
     assert isinstance(head, FusedChoice)
-    assert (head.logits, head.token) == ("logits", "next")
+    assert (head.logits, head.chosen) == ("logits", "next")
     assert head.sampler == FusedSample(
         sampling="sampling", seeds="seeds", positions="positions", limits=limits
     )
@@ -146,7 +146,7 @@ def test_a_head_that_draws_over_ranks(kind, num_candidates, batch, logits, behin
     assert " ".join(kinds[kinds.index("linear", -len(behind.split()) - 1) + 1 :]) == behind
     head = fuse_segment(local)[-1]
     assert isinstance(head, FusedChoice)
-    assert (head.token, head.vocab, head.num_ranks) == ("next", config.vocab, tp)
+    assert (head.chosen, head.num_logits, head.num_ranks) == ("next", config.vocab, tp)
     assert ("logits" in local.outputs) == (head.logits in local.outputs)
     assert head.sampler == FusedSample(
         sampling="sampling", seeds="seeds", positions="positions", limits=limits

@@ -267,7 +267,7 @@ def test_factors_of_a_residual_stream_and_of_scores_leave_one_kernel():
     assert len({norm.eps for op in fuse_segment(program) for norm in norms_of(op)}) == 1
     assert any("RowLinear" in queue for queue in queues(program, 1))
     program = open_decoder(config).build(1, 32, batch=8, dtype="bf16", logits="last")
-    assert "BatchHead" in queues(program, 8)[0]
+    assert "BatchLogits" in queues(program, 8)[0]
 
 
 @pytest.mark.parametrize(

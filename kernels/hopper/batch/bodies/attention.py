@@ -630,12 +630,12 @@ def attention_task(
 ):
     """This SM's share from (sequence, head, block) on, `left` blocks; returns the ring position.
 
-    words: of the instruction. state, num_sms, max_context, eps, scale: as of decode_batch. batch,
-    step: sequences, and the number of the step in this launch. qs: bf16 [num_halves, 16, 64],
-    ml: f32 [2, 8 warps, 16], scratch: f32 [8 warps, 8, 64], shared memory for the queries, maxima
-    and sums, outputs, which nothing else uses meanwhile. it: ring slots taken before. start, total:
-    where the share begins in the line of all blocks, and the length of that. Writes memory.acts,
-    .cache, .partials and .arrivals.
+    words: of the instruction. state, num_sms, max_context, eps, scale: as of run_batch_steps.
+    batch, step: sequences, and the number of the step in this launch. qs: bf16 [num_halves, 16,
+    64], ml: f32 [2, 8 warps, 16], scratch: f32 [8 warps, 8, 64], shared memory for the queries,
+    maxima and sums, outputs, which nothing else uses meanwhile. it: ring slots taken before. start,
+    total: where the share begins in the line of all blocks, and the length of that. Writes
+    memory.acts, .cache, .partials and .arrivals.
 
     A head here is num_queries queries of a kv head; the last of its num_parts begins early enough
     to have as many.

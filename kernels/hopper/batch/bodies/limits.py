@@ -1,8 +1,8 @@
-"""Sampling tokens within top-k and top-p for several sequences: an SM a sequence, from all of its
+"""Sampling ids within top-k and top-p for several sequences: an SM a sequence, from all of its
 logits, behind the event at which all SMs have written theirs. Where ranks share the model, each has
 all of their logits (team.py) and samples as one alone would.
 
-In: the logits of a sequence, its settings and seed. Out: its token, in place of every SM's highest
+In: the logits of a sequence, its settings and seed. Out: its id, in place of every SM's highest
 logit. No SM waits for another's numbers, so that little of it lives beside the rest of the kernel.
 A thread looks at every 256th logit and lists those that may be sampled, at first from a bound on
 that the top_k-th reaches; limits are looked for in these lists, whatever their length. A listed
@@ -42,10 +42,10 @@ def columns_of(rows: int) -> gl.BlockedLayout:
     return gl.BlockedLayout([rows, 1], [1, 32], [1, 8], [0, 1])
 
 
-def list_words(vocab: int) -> int:
+def list_words(num_logits: int) -> int:
     """64-bit words of the lists of a sequence."""
     size: int = DEPTH.value * THREADS.value
-    return -(-vocab // size) * size
+    return -(-num_logits // size) * size
 
 
 @gluon.jit
@@ -298,10 +298,10 @@ def sample_within_limits(
     num_sms,
     RANKS: gl.constexpr,
 ):
-    """The tokens of this SM's sequences, as the best candidates of all SMs.
+    """The ids of this SM's sequences, as the best candidates of all SMs.
 
-    words: int32, of the instruction. logits: f32 [16, tokens], row_maxima: f32 [16, 256 a rank], of
-    all ranks, which other SMs have written, visible behind an event or hear_ranks. events: seeds
+    words: int32, of the instruction. logits: f32 [16, num_rows], row_maxima: f32 [16, 256 a rank],
+    of all ranks, which other SMs have written, visible behind an event or hear_ranks. events: seeds
     and settings from the runner; from 64-bit word sample_words on lists, which this SM alone writes
     for its sequences. bests, best_rows: f32 and int32 [16, 256], of which it writes its sequences'
     rows. state: positions; step: in this launch.

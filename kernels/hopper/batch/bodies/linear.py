@@ -40,15 +40,14 @@ from distmega.kernels.hopper.batch_plan.fields import (
     COLUMNS,
     DST,
     EMB_FIRST_COLUMN,
-    EMB_FIRST_TOKEN,
+    EMB_FIRST_TABLE_ROW,
     EMB_NUM_COLUMNS,
-    EMB_NUM_TOKENS,
+    EMB_NUM_TABLE_ROWS,
     GATHER_FIRST_COLUMN,
     GATHER_NUM_COLUMNS,
     GATHER_NUMBER,
     GATHER_SRC,
     GROUP_UNITS,
-    HEAD_BIAS,
     IN_SHIFT,
     LENGTH_MASK,
     LENGTH_SHIFT,
@@ -58,6 +57,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     LIN_NUM_TILES_K,
     LIN_NUMBERS,
     LIN_ROW0,
+    LOGITS_BIAS,
     MAX_EPILOGUES,
     MAX_SMS,
     NORMED,
@@ -299,7 +299,7 @@ def bias_of(first, vectors, row, mine):
 def write_best(
     best, best_row, bests, best_rows, sm, CHOICE: gl.constexpr, ROWS: gl.constexpr
 ):
-    """The highest logit of each sequence among this SM's rows and, where it is the token's, the
+    """The highest logit of each sequence among this SM's rows and, where it is the id's, the
     lowest row among equals.
     """
     value = gl.max(gl.reshape(gl.max(best, axis=0), [ROWS, UNIT_ROWS]), axis=1)
@@ -313,16 +313,16 @@ def write_best(
 
 
 @gluon.jit
-def next_tokens(
+def next_ids(
     words, memory, peers, after, sm, flag, CHOICE: gl.constexpr, RANKS: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """[ROWS] tokens with the highest logits over all SMs' parts, of all ranks; the lowest id among
+    """[ROWS] ids with the highest logits over all SMs' parts, of all ranks; the lowest id among
     equals. Those sampled within limits are the same on all ranks already. words, after: see
     argmax_of_ranks.
     """
     if ROWS == BATCH:
-        values, lowest = tokens_of_sms(memory.bests, memory.best_rows)
+        values, lowest = ids_of_sms(memory.bests, memory.best_rows)
         if RANKS > 1 and CHOICE <= SAMPLED:
             value = gl.max(values, axis=1)
             symmetric = symmetric_of(memory.events)
@@ -331,13 +331,13 @@ def next_tokens(
         lowest = gl.zeros([ROWS], gl.int32, layout=gl.SliceLayout(1, BY_SM))
         for group in range(keep(0), keep(ROWS // BATCH)):
             before = group * (BATCH * MAX_SMS)
-            _, some = tokens_of_sms(memory.bests + before, memory.best_rows + before)
+            _, some = ids_of_sms(memory.bests + before, memory.best_rows + before)
             lowest = of_group(lowest, some, group, ROWS)
     return lowest
 
 
 @gluon.jit
-def tokens_of_sms(bests, best_rows):
+def ids_of_sms(bests, best_rows):
     """What SMs have found best, [16, 256], and of the highest of each sequence the lowest row."""
     b = gl.expand_dims(gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM)), 1)
     each = gl.expand_dims(gl.arange(0, MAX_SMS, layout=gl.SliceLayout(0, BY_SM)), 0)
@@ -351,18 +351,18 @@ def tokens_of_sms(bests, best_rows):
 
 @gluon.jit
 def embed_task(
-    words, tokens, memory, peers, sm, flag, EPILOGUES: gl.constexpr, RANKS: gl.constexpr,
+    words, ids, memory, peers, sm, flag, EPILOGUES: gl.constexpr, RANKS: gl.constexpr,
     ROWS: gl.constexpr, WIDE: gl.constexpr,
 ):
-    """This SM's columns of the row that comes in for every sequence: number `tokens` of a table.
+    """This SM's columns of the row that comes in for every sequence: number `ids` of a table.
 
-    words: of the instruction. tokens: int32 [ROWS], in registers. peers: as of decode_batch. flag:
+    words: of the instruction. ids: int32 [ROWS], in registers. peers: as of run_batch_steps. flag:
     of what ranks exchange in this instruction. Writes memory.acts, .numbers and .sums and, where
     ranks share the table, their events.
     """
-    token = gl.expand_dims(spread(tokens, ROWS), 0).to(gl.int64)
+    row_id = gl.expand_dims(spread(ids, ROWS), 0).to(gl.int64)
     if field(EPILOGUES, ENTRY, "summed"):
-        push_embedding(words, token, memory.embed, memory.events, peers, flag, RANKS)
+        push_embedding(words, row_id, memory.embed, memory.events, peers, flag, RANKS)
         squares = sum_results(
             words, memory.numbers, memory.acts, memory.vectors, memory.events, flag, EPILOGUES,
             ENTRY, RANKS, WIDE,
@@ -371,7 +371,7 @@ def embed_task(
         squares = gl.zeros([ROUND_UNITS, UNIT_ROWS * ROWS], gl.float32, layout=ROUND)
         for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
             row, b, mine = round_rows(words, unit, ROWS)
-            at = memory.embed + token * words[NUM_ROWS] + row
+            at = memory.embed + row_id * words[NUM_ROWS] + row
             y = gl.load(at, mask=mine, other=0.0).to(gl.float32)
             squares += write_round(
                 words, memory.numbers, memory.acts, memory.vectors, y, unit, row, b, mine,
@@ -382,17 +382,17 @@ def embed_task(
 
 
 @gluon.jit
-def push_embedding(words, token, embed, events, peers, flag, RANKS: gl.constexpr):
-    """This rank's part of the embedding rows of `token`, [1, 128], as its part of a sum: zeros
+def push_embedding(words, row_id, embed, events, peers, flag, RANKS: gl.constexpr):
+    """This rank's part of the table's rows `row_id`, [1, 128], as its part of a sum: zeros
     where other ranks have it.
     """
     alarm = read_alarm(symmetric_of(events))
-    local = token - words[EMB_FIRST_TOKEN]
+    local = row_id - words[EMB_FIRST_TABLE_ROW]
     num_columns = words[EMB_NUM_COLUMNS]
     for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
         row, _, mine = round_rows(words, unit, BATCH)
         column = row - words[EMB_FIRST_COLUMN]
-        mine = mine & (local >= 0) & (local < words[EMB_NUM_TOKENS])
+        mine = mine & (local >= 0) & (local < words[EMB_NUM_TABLE_ROWS])
         mine = mine & (column >= 0) & (column < num_columns)
         y = gl.load(embed + local * num_columns + column, mask=mine, other=0.0).to(gl.float32)
         push_round(words, peers, y, unit, flag, alarm, RANKS)
@@ -405,7 +405,7 @@ def gather_task(
 ):
     """This SM's columns of what ranks have side by side: this rank's as its part of a sum.
 
-    words, flag: of the instruction. peers: as of decode_batch. Reads and writes memory.numbers,
+    words, flag: of the instruction. peers: as of run_batch_steps. Reads and writes memory.numbers,
     writes .acts and .sums, and the events of all ranks.
     """
     push_columns(words, memory.numbers, memory.events, peers, flag, RANKS)
@@ -619,7 +619,7 @@ def finish_round(
                 if field(EPILOGUES, i, "biased"):
                     at_bias = words[LIN_BIAS]
                     if field(EPILOGUES, i, "ranked"):
-                        at_bias = words[HEAD_BIAS]
+                        at_bias = words[LOGITS_BIAS]
                     z += bias_of(at_bias, memory.vectors, row, mine)
                 if field(EPILOGUES, i, "summed"):
                     push_round(words, peers, z, unit, flag, alarm, RANKS)
@@ -656,8 +656,8 @@ def linear_task(
     """All rows of this SM, 64 at a time; returns the ring position.
 
     words: of instruction `number` of the SM's queue, int32 [num_instructions, 16]. peers, eps: as
-    of decode_batch. red: f32 [32, 16, 8] in shared memory, sums of each warp, used by nothing else
-    meanwhile. it: ring slots taken before. flag: of what ranks exchange in this instruction.
+    of run_batch_steps. red: f32 [32, 16, 8] in shared memory, sums of each warp, used by nothing
+    else meanwhile. it: ring slots taken before. flag: of what ranks exchange in this instruction.
     chosen: the Choice of experts (route.py) that was made before, where there are some.
     CHOICE, see one_row/bodies/sample.py: samples at a temperature look at the logits again, those
     within limits take the highest alone. WHOLE_SLICES, WIDE: see BatchSpec. Writes what the

@@ -82,7 +82,7 @@ def scale_of(source, length, eps, NORM: gl.constexpr):
 
 @gluon.jit
 def table_row(words, vectors, state, b, step, ROWS: gl.constexpr):
-    """Where the row of a table begins: the token's or the position's of sequence b."""
+    """Where the row of a table begins: the id's or the position's of sequence b."""
     if words[POINT_BY_POSITION] != 0:
         index = gl.load(state + STATE_POSITIONS + b) + step
     else:
@@ -223,7 +223,7 @@ def pointwise_task(
     """The formula of an instruction, for the rows of this SM.
 
     words: int32, of the instruction. memory: see BatchMemory; reads and writes numbers, writes acts
-    and sums. state: positions, and tokens of this step; step: in this launch. WIDE: whether weights
+    and sums. state: positions, and ids of this step; step: in this launch. WIDE: whether weights
     of norms are f32.
     """
     for i in gl.static_range(count(FORMULAS)):

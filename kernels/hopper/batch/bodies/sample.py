@@ -1,4 +1,4 @@
-"""Sampling tokens of several sequences at a temperature alone, each SM from its own logits.
+"""Sampling ids of several sequences at a temperature alone, each SM from its own logits.
 
 In: an SM's logits of all sequences, settings and seeds. Out: its best candidates, in place of its
 highest logits. Each thread keeps its own best candidate of every sequence, all of which are then
@@ -12,8 +12,8 @@ from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.batch.bodies.limits import NO_ROW, columns_of, item_numbers
 from distmega.kernels.hopper.batch_plan.fields import (
     BATCH,
-    HEAD_FIRST_ID,
     LIN_ROW0,
+    LOGITS_FIRST_ID,
     MAX_SMS,
     NUM_ROWS,
     NUM_UNITS,
@@ -47,7 +47,7 @@ def load_own(words, logits, b, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def sample_tokens(
+def sample_ids(
     words,
     logits,
     events,
@@ -61,13 +61,13 @@ def sample_tokens(
     RANKS: gl.constexpr,
 ):
     """This SM's best candidates of all sequences, in place of its highest logits. The noise is that
-    of the token, whichever rank has its logit.
+    of the id, whichever rank has its logit.
 
-    words: int32, of the head's instruction. logits: f32 [16, this rank's tokens], of which this SM
+    words: int32, of the instruction. logits: f32 [16, this rank's], of which this SM
     has just written its rows. events: seeds and settings from the runner. bests, best_rows: f32 and
     int32 [16, 256], in which this SM writes column `sm`. state: positions; step: in this launch.
     """
-    first_id = words[HEAD_FIRST_ID] if RANKS > 1 else 0
+    first_id = words[LOGITS_FIRST_ID] if RANKS > 1 else 0
     symmetric = gl.multiple_of(events.to(gl.pointer_type(gl.int64), bitcast=True), 16)
     settings = (symmetric + SETTINGS_AT).to(gl.pointer_type(gl.float32), bitcast=True)
     cta_barrier()

@@ -23,8 +23,8 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchEmbed,
     BatchExperts,
     BatchGather,
-    BatchHead,
     BatchLinear,
+    BatchLogits,
     BatchNorm,
     BatchProduct,
     sm_of_step,
@@ -61,26 +61,26 @@ COLUMNS = UNIT_ROWS * BATCH
 NO_ROW = 0x7FFFFFFF
 
 
-def rows_of(one: BatchLinear | BatchHead | BatchEmbed | BatchGather, streams: int = 1) -> Indices:
+def rows_of(one: BatchLinear | BatchLogits | BatchEmbed | BatchGather, streams: int = 1) -> Indices:
     """This SM's rows of the output."""
     row0, num_rows = one.row0 // streams, one.num_rows // streams
     stop = min(row0 + one.num_units * UNIT_ROWS // streams, num_rows)
     return np.arange(row0, max(row0, stop))
 
 
-def embed(sm: BatchSm, one: BatchEmbed, tokens: Sequence[int], flag: int) -> Steps:
+def embed(sm: BatchSm, one: BatchEmbed, ids: Sequence[int], flag: int) -> Steps:
     """This SM's columns of the row that comes in for every sequence."""
     epilogue, row = sm.gpu.queues.epilogues.entry, rows_of(one)
     given = sm.gpu.embed
-    local = np.array(tokens) - one.first_token
+    local = np.array(ids) - one.first_table_row
     if not epilogue.summed:
-        y = given[np.array(tokens)][:, row].T
+        y = given[np.array(ids)][:, row].T
         finish(sm, one, epilogue, row, y, one.num_rows)
         return
     column = row - one.first_column
     mine = (column >= 0) & (column < one.num_columns)
     y = np.zeros((len(row), sm.gpu.rows), dtype=np.float32)
-    for b in np.flatnonzero((local >= 0) & (local < one.num_tokens)):
+    for b in np.flatnonzero((local >= 0) & (local < one.num_table_rows)):
         y[mine, b] = given[local[b]][column[mine]]
     push_part(sm, one, y, flag)
     yield from sum_results(sm, one, epilogue, flag)
@@ -98,7 +98,7 @@ def gather(sm: BatchSm, one: BatchGather, flag: int) -> Steps:
     yield from sum_results(sm, one, sm.gpu.queues.epilogues.gathers[one.number], flag)
 
 
-def norm_factors(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead) -> Floats:
+def norm_factors(sm: BatchSm, one: BatchLinear | BatchExperts | BatchLogits) -> Floats:
     """Of each row of x."""
     num = sm.gpu.rows
     factor: Floats = np.ones(num, dtype=np.float32)
@@ -111,7 +111,7 @@ def norm_factors(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead) -> Fl
 
 
 def linear(
-    sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, flag: int, factor: Floats
+    sm: BatchSm, one: BatchLinear | BatchExperts | BatchLogits, flag: int, factor: Floats
 ) -> Steps:
     """All rows of this SM, a group of units at a time; then what the epilogue says. factor: see
     norm_factors.
@@ -124,8 +124,8 @@ def linear(
     else:
         y = (yield from multiply(sm, one)) * factor
     yield RAN
-    if isinstance(one, BatchHead):
-        write_head(sm, one, epilogue, y)
+    if isinstance(one, BatchLogits):
+        write_logits(sm, one, epilogue, y)
         return
     if isinstance(one, BatchExperts):
         yield from finish_experts(sm, one, y)
@@ -186,7 +186,7 @@ def part_indices(sm: BatchSm, most: int, tile: int, part: int) -> Indices:
     return at
 
 
-def sum_of_parts(sm: BatchSm, one: BatchLinear | BatchHead) -> Floats:
+def sum_of_parts(sm: BatchSm, one: BatchLinear | BatchLogits) -> Floats:
     """[rows of all units, rows computed] of this SM, in the order of its units, from the parts that
     SMs have left.
     """
@@ -195,7 +195,7 @@ def sum_of_parts(sm: BatchSm, one: BatchLinear | BatchHead) -> Floats:
     y: Floats = np.zeros((one.num_units, UNIT_ROWS, gpu.rows), dtype=np.float32)
     for unit in range(one.num_units):
         tile, inner = divmod(one.row0 // UNIT_ROWS + unit, units)
-        if not isinstance(one, BatchHead) and one.flags & PAIRED:
+        if not isinstance(one, BatchLogits) and one.flags & PAIRED:
             inner = inner // 2 + inner % 2 * (units // 2)
         first, last = (
             sm_of_step(step, total, gpu.num_sms) for step in (tile * steps, (tile + 1) * steps - 1)
@@ -207,7 +207,7 @@ def sum_of_parts(sm: BatchSm, one: BatchLinear | BatchHead) -> Floats:
 
 
 def multiply(
-    sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead
+    sm: BatchSm, one: BatchLinear | BatchExperts | BatchLogits
 ) -> Generator[Key, None, Floats]:
     """[rows of all units, 16]: tiles of a group of units come k by k."""
     groups = []
@@ -299,7 +299,7 @@ def norm_vector(sm: BatchSm, first: int, num: int) -> Floats:
     return sm.gpu.elements[first : first + num]
 
 
-def write_head(sm: BatchSm, one: BatchHead, epilogue: BatchEpilogue, y: Floats) -> None:
+def write_logits(sm: BatchSm, one: BatchLogits, epilogue: BatchEpilogue, y: Floats) -> None:
     """Logits, and the highest of each sequence among this SM's rows with the lowest row."""
     row = rows_of(one)
     z = y[: len(row)].copy()
@@ -315,10 +315,10 @@ def write_head(sm: BatchSm, one: BatchHead, epilogue: BatchEpilogue, y: Floats) 
     sm.store(sm.gpu.best_rows, sm.own_part(0), best_row)
 
 
-def next_tokens(
+def next_ids(
     sm: BatchSm, one: BatchEmbed, after: int, flag: int
 ) -> Generator[Key, None, tuple[int, ...]]:
-    """[16] tokens with the highest logits over all SMs, and over all ranks. after: flagged words
+    """[16] ids with the highest logits over all SMs, and over all ranks. after: flagged words
     behind the embedding's `best`.
     """
     gpu, at = sm.gpu, np.arange(sm.gpu.rows * MAX_SMS)
@@ -330,13 +330,13 @@ def next_tokens(
     lowest = np.where(lowest == NO_ROW, 0, lowest)
     ranks = gpu.queues.num_ranks
     if ranks == 1:
-        return tuple(int(token) for token in lowest)
+        return tuple(int(row_id) for row_id in lowest)
     if sm.sm == 0:
         own = one.best + one.team_rank * BEST_WORDS + after + 2 * np.arange(BATCH)
         sm.publish(own, bits_of(highest), flag, gpu.peers)
         sm.publish(own + 1, (one.first_id + lowest).astype(np.uint32), flag, gpu.peers)
     words = one.best + after + np.arange(ranks * BEST_WORDS)
-    found = yield from sm.poll(words, flag, "the choice of the next tokens")
+    found = yield from sm.poll(words, flag, "the choice of the next ids")
     found = found.reshape(ranks, BATCH, 2)
     best = floats_of(found[..., 0]).argmax(axis=0)
     return tuple(int(found[rank, b, 1]) for b, rank in enumerate(best))

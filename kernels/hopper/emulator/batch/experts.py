@@ -20,8 +20,8 @@ from distmega.kernels.hopper.batch_plan.words import (
     PAIRED,
     STATE_HITS,
     BatchExperts,
-    BatchHead,
     BatchLinear,
+    BatchLogits,
 )
 from distmega.kernels.hopper.emulator.batch.sm import BatchSm
 from distmega.kernels.hopper.emulator.interleaving import RAN, Steps
@@ -81,7 +81,7 @@ def route(sm: BatchSm, one: BatchExperts) -> None:
         sm.store(gpu.state, word, gpu.state.read(sm.compute, word) + len(hits))
 
 
-def groups_of(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead) -> Iterator[UnitGroup]:
+def groups_of(sm: BatchSm, one: BatchLinear | BatchExperts | BatchLogits) -> Iterator[UnitGroup]:
     """Units of this SM, those that share a read of x together."""
     if not isinstance(one, BatchExperts):
         for first in range(0, one.num_units, GROUP_UNITS):
@@ -99,7 +99,7 @@ def groups_of(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead) -> Itera
 
 
 def tiles_of(
-    sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, group: UnitGroup
+    sm: BatchSm, one: BatchLinear | BatchExperts | BatchLogits, group: UnitGroup
 ) -> Iterator[Tile]:
     """Tiles of a group in the order in which the loader brings them."""
     shape = sm.gpu.queues.experts
@@ -119,19 +119,19 @@ def tiles_of(
     for k in range(one.num_tiles_k):
         for unit in units:
             row = one.weight_row + unit * UNIT_ROWS
-            if not isinstance(one, BatchHead) and one.flags & PAIRED:
+            if not isinstance(one, BatchLogits) and one.flags & PAIRED:
                 row = (one.pair_row if unit % 2 else one.weight_row) + unit // 2 * UNIT_ROWS
             yield first + row, k
 
 
-def num_chunks(sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead) -> int:
+def num_chunks(sm: BatchSm, one: BatchLinear | BatchExperts | BatchLogits) -> int:
     """Of 1024 columns of x."""
     is_columns = isinstance(one, BatchLinear) and one.flags & EXPERT_COLUMNS
     return one.num_tiles_k * (len(sm.experts) if is_columns else 1)
 
 
 def x_of(
-    sm: BatchSm, one: BatchLinear | BatchExperts | BatchHead, group: UnitGroup, chunk: int
+    sm: BatchSm, one: BatchLinear | BatchExperts | BatchLogits, group: UnitGroup, chunk: int
 ) -> Floats:
     """[1024, 16] of a chunk; of experts what rows that have chosen them have, and in place of
     others, but for those 8 before or behind, the zeros of the first chunk.

@@ -28,9 +28,9 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchEmbed,
     BatchExperts,
     BatchGather,
-    BatchHead,
     BatchHeads,
     BatchLinear,
+    BatchLogits,
     BatchNorm,
     BatchPointwise,
     BatchProduct,
@@ -40,7 +40,7 @@ from distmega.kernels.hopper.emulator.batch.bodies import (
     embed,
     gather,
     linear,
-    next_tokens,
+    next_ids,
     norm,
     norm_factors,
     product,
@@ -79,7 +79,7 @@ class BatchArenas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLaunch:
-    """One launch of a rank. inputs: the segment's by name, or none to go on from the tokens."""
+    """One launch of a rank. inputs: the segment's by name, or none to go on from the ids."""
 
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     num_steps: int = 1
@@ -87,12 +87,12 @@ class BatchLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFound:
-    """What a launch left. outputs: float32 [rows, n], by name; tokens: of each step, a row each;
+    """What a launch left. outputs: float32 [rows, n], by name; ids: of each step, a row each;
     num_hits: experts that rows chose, of all choices so far.
     """
 
     outputs: Mapping[str, Tensor]
-    tokens: tuple[tuple[int, ...], ...]
+    ids: tuple[tuple[int, ...], ...]
     num_hits: int = 0
 
 
@@ -148,7 +148,7 @@ def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> Ba
         elements=elements,
         floats=one.weights_arena.view(torch.float32).numpy(),
         given={**views, **one.states},
-        embed=views[queues.embed].float().numpy() if queues.tokens else none,
+        embed=views[queues.embed].float().numpy() if queues.ids else none,
         rope=views[queues.rope_table].float().numpy() if queues.rope_table else none,
         words=FlaggedWords(order, rank, agents.computes[rank], queues.first_list),
         state=PlainData("the state's word", rank, np.zeros(STATE_WORDS, np.int64), num),
@@ -187,11 +187,11 @@ def _host(
             values = gpu.numbers.values[first : first + gpu.rows * kept.num]
             rows = values.reshape(gpu.rows, kept.num)[: kept.rows].astype(np.float32)
             outputs[kept.tensor] = turned(torch.from_numpy(rows), kept)
-        tokens = (gpu.tokens[step][: queues.batch] for step in range(one.num_steps))
+        ids = (gpu.ids[step][: queues.batch] for step in range(one.num_steps))
         found.append(
             BatchFound(
                 outputs=outputs,
-                tokens=tuple(tokens) if queues.token else (),
+                ids=tuple(ids) if queues.chosen else (),
                 num_hits=int(gpu.state.values[STATE_HITS]),
             )
         )
@@ -210,17 +210,17 @@ def turned(rows: Tensor, kept: Kept) -> Tensor:
 def _prepare(gpu: BatchGpu, given: BatchLaunch) -> None:
     """What the host writes before a launch."""
     queues = gpu.queues
-    if queues.tokens and queues.tokens in given.inputs:
-        tokens = given.inputs[queues.tokens].reshape(-1).numpy()
+    if queues.ids and queues.ids in given.inputs:
+        ids = given.inputs[queues.ids].reshape(-1).numpy()
         best = np.full((gpu.rows, MAX_SMS), -np.inf)
         best[:, 0] = 0.0
         rows = gpu.best_rows.values.reshape(gpu.rows, MAX_SMS).copy()
-        rows[: len(tokens), 0] = tokens - queues.first_id
+        rows[: len(ids), 0] = ids - queues.first_id
         tick = gpu.host.tick()
         for memory, values in ((gpu.bests, best), (gpu.best_rows, rows)):
             memory.values[:] = values.reshape(-1)
             memory.writer[:], memory.tick[:] = gpu.host.number, tick
-    elif not queues.tokens:
+    elif not queues.ids:
         gpu.embed = given.inputs[queues.embed].reshape(queues.batch, -1).float().numpy()
     if queues.positions in given.inputs:
         positions = given.inputs[queues.positions].reshape(-1).numpy()
@@ -246,7 +246,7 @@ def loader(sm: BatchSm, num_steps: int) -> Steps:
         for one in sm.queue:
             if isinstance(one, BatchProduct):
                 yield from load_steps(sm, one)
-            if not isinstance(one, BatchLinear | BatchExperts | BatchHead) or sm.gpu.rows > BATCH:
+            if not isinstance(one, BatchLinear | BatchExperts | BatchLogits) or sm.gpu.rows > BATCH:
                 continue
             if isinstance(one, BatchExperts):
                 sm.open_choice()
@@ -290,7 +290,7 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
         for i, one in enumerate(sm.queue):
             before = (i or num) - 1
             factor, is_own = None, False
-            if gpu.rows > BATCH and isinstance(one, BatchLinear | BatchHead):
+            if gpu.rows > BATCH and isinstance(one, BatchLinear | BatchLogits):
                 # of a sum known before the products are
                 factor, is_own = norm_factors(sm, one), one.src == 1
             if not is_own:
@@ -299,11 +299,11 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
             match one:
                 case BatchEmbed():
                     chosen = tuple(b if b < queues.batch else 0 for b in range(queues.rows))
-                    if queues.tokens:
-                        chosen = yield from next_tokens(sm, one, 0, flag)
+                    if queues.ids:
+                        chosen = yield from next_ids(sm, one, 0, flag)
                         if sm.sm == 0 and step:
-                            gpu.tokens[step - 1] = chosen
-                    if sm.sm == 0 and queues.keeps_tokens:
+                            gpu.ids[step - 1] = chosen
+                    if sm.sm == 0 and queues.keeps_ids:
                         at = STATE_POSITIONS + queues.rows + np.arange(queues.rows)
                         sm.store(gpu.state, at, np.array(chosen))
                     yield from embed(sm, one, chosen, flag)
@@ -324,7 +324,7 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
                     yield from linear(sm, one, flag, norm_factors(sm, one))
                 case BatchProduct():
                     yield from product(sm, one)
-                case BatchLinear() | BatchHead():
+                case BatchLinear() | BatchLogits():
                     known = norm_factors(sm, one) if factor is None else factor
                     yield from linear(sm, one, flag, known)
                 case _:
@@ -340,14 +340,14 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
 
 
 def end(sm: BatchSm, epoch0: int, num_steps: int) -> Generator[Key, None, None]:
-    """SM 0, once all are done: the last tokens, the state."""
+    """SM 0, once all are done: the last ids, the state."""
     gpu, num = sm.gpu, len(sm.queue)
     yield from sm.await_event(num - 1, (epoch0 + num_steps) * gpu.num_sms)
     (first,) = (one for one in sm.queue if isinstance(one, BatchEmbed))
-    if gpu.queues.token:
+    if gpu.queues.chosen:
         after = gpu.queues.num_ranks * BEST_WORDS
         flag = (epoch0 + num_steps) * num
-        gpu.tokens[num_steps - 1] = yield from next_tokens(sm, first, after, flag)
+        gpu.ids[num_steps - 1] = yield from next_ids(sm, first, after, flag)
     at = STATE_POSITIONS + np.arange(gpu.rows)
     sm.store(gpu.state, at, gpu.state.read(sm.compute, at) + num_steps)
     sm.store(gpu.state, np.array([STATE_EPOCH]), np.array([epoch0 + num_steps]))

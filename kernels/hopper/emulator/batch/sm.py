@@ -42,7 +42,7 @@ class BatchGpu(EmulatedGpu):
     """floats: what stands in the weight arena as f32. acts: bf16 of each column and sequence;
     numbers: f32; sums: squares [slots, 16, 256]; logits: [16, rows]; bests, best_rows: [16, 256];
     parts: of products of more than 16 rows; given: weights and states that the host may write as
-    numbers; tokens: that each step of a launch chose. Elements of the cache lie one by one.
+    numbers; ids: that each step of a launch chose. Elements of the cache lie one by one.
     """
 
     queues: BatchQueues
@@ -56,7 +56,7 @@ class BatchGpu(EmulatedGpu):
     bests: PlainData
     best_rows: PlainData
     parts: PlainData
-    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:

@@ -60,9 +60,9 @@ def norm_vector(sm: RowSm, first: int, num: int, *, behind: bool = False) -> Flo
     return sm.gpu.floats[first // 2 : first // 2 + num]
 
 
-def embed(sm: RowSm, one: RowEmbed, token: int, flag: int) -> None:
-    """Pushes a part of the token's row, if this rank holds it, to every rank."""
-    local = token - one.row0
+def embed(sm: RowSm, one: RowEmbed, row_id: int, flag: int) -> None:
+    """Pushes a part of the id's row, if this rank holds it, to every rank."""
+    local = row_id - one.row0
     if not 0 <= local < one.num_rows:
         return
     at = np.arange(one.column, min(one.column + 256, one.num_words))
@@ -80,7 +80,7 @@ def barrier(sm: RowSm, one: RowBarrier, flag: int) -> Steps:
 
 
 def linear(
-    sm: RowSm, one: RowLinear, token: int, flag: int
+    sm: RowSm, one: RowLinear, row_id: int, flag: int
 ) -> Generator[Key, None, tuple[float, int]]:
     """Stages x, multiplies a group of units at a time, writes what the epilogue says; gives the
     highest result of a ranked one, and its row.
@@ -94,10 +94,10 @@ def linear(
         row = row0 + np.arange(GROUP_ROWS)
         wanted = row < limit
         bias = bias_of(sm, one, group, row, wanted)
-        given = carried(sm, one, epilogue, token, row, wanted)
+        given = carried(sm, one, epilogue, row_id, row, wanted)
         if group == 0:
             before = flag - one.flag_delta
-            x, factor = yield from stage(sm, one, token, before)
+            x, factor = yield from stage(sm, one, row_id, before)
         y = yield from multiply(sm, one, x, min(one.num_units - group, GROUP_UNITS))
         yield RAN
         y = (y * np.float32(factor) + bias).astype(np.float32)
@@ -145,14 +145,14 @@ def bias_of(sm: RowSm, one: RowLinear, group: int, row: np.ndarray, wanted: Mask
 
 
 def carried(
-    sm: RowSm, one: RowLinear, epilogue: Epilogue, token: int, row: np.ndarray, wanted: Mask
+    sm: RowSm, one: RowLinear, epilogue: Epilogue, row_id: int, row: np.ndarray, wanted: Mask
 ) -> list[Floats]:
     """The operands besides products, as the SM keeps them or the given row has them."""
     if epilogue.summed or epilogue.num_streams == 2:
         return []
     first: Floats = np.zeros(len(row), dtype=np.float32)
     if one.flags & CARRY_EMBEDDED:
-        first[wanted] = sm.gpu.embed[token][row[wanted]]
+        first[wanted] = sm.gpu.embed[row_id][row[wanted]]
     elif one.carry != NOTHING and not one.flags & KEEP_NORMED:
         first = sm.gpu.kept.load(sm.sm, one.carry + row, wanted)
     if epilogue.num_carried < 2:
@@ -162,12 +162,12 @@ def carried(
 
 
 def stage(
-    sm: RowSm, one: RowLinear, token: int, flag: int
+    sm: RowSm, one: RowLinear, row_id: int, flag: int
 ) -> Generator[Key, None, tuple[Floats, float]]:
     """x in bf16, zeros behind its end; the factor that its folded norm leaves for the products."""
     length = 2 * one.num_src_words
     if one.flags & FROM_EMBEDDING:
-        row = sm.gpu.embed[token][:length]
+        row = sm.gpu.embed[row_id][:length]
     else:
         words = one.src + np.arange(one.num_src_words)
         row = halves_of((yield from sm.poll(words, flag, repr(one.name))))
@@ -271,7 +271,7 @@ def sum_partials(sm: RowSm, one: RowLinear, epilogue: Epilogue, limit: int, flag
         given: Floats = np.zeros(len(row), dtype=np.float32)
         if one.carry != NOTHING:
             given = sm.gpu.kept.load(sm.sm, one.carry + row, wanted)
-        if one.flags & CARRY_EMBEDDED and not sm.gpu.queues.tokens:
+        if one.flags & CARRY_EMBEDDED and not sm.gpu.queues.ids:
             given = sm.gpu.embed[0][row]
         elif one.flags & CARRY_EMBEDDED:
             words = np.unique(EMBEDDED + row // 4 * 2)

@@ -31,8 +31,8 @@ from distmega.kernels.hopper.plan.words import (
     EXPERT_ROWS,
     PAIRED,
     STATE_EPOCH,
+    STATE_ID,
     STATE_POSITION,
-    STATE_TOKEN,
     STATE_WORDS,
     UNIT_ROWS,
     RowAttention,
@@ -49,7 +49,7 @@ from distmega.kernels.runtime.memory import arena_views
 NUM_SLOTS, AHEAD = 12, 3
 """Of a ring: slots beside x of 8 tiles, and loads under way."""
 CONTINUED = -1, -1
-"""Token and position of a launch that goes on from the state."""
+"""Id and position of a launch that goes on from the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class RankArenas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLaunch:
-    """One launch of a rank. inputs: the segment's by name, of a launch of one step; first: token
+    """One launch of a rank. inputs: the segment's by name, of a launch of one step; first: id
     and position, or CONTINUED.
     """
 
@@ -77,12 +77,12 @@ class RowLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a launch left. outputs: float32, by name; tokens: that its steps chose; logits: of the
+    """What a launch left. outputs: float32, by name; ids: that its steps chose; logits: of the
     last step, this rank's.
     """
 
     outputs: Mapping[str, Tensor]
-    tokens: tuple[int, ...]
+    ids: tuple[int, ...]
     logits: Tensor
 
 
@@ -141,7 +141,7 @@ class _Team:
             order=self.order,
             elements=elements,
             floats=one.weights_arena[: one.weights.num_bytes // 4 * 4].view(torch.float32).numpy(),
-            embed=views[queues.embed].float().numpy() if queues.tokens else none,
+            embed=views[queues.embed].float().numpy() if queues.ids else none,
             rope=views[queues.rope_table].float().numpy() if queues.rope_table else none,
             words=FlaggedWords(self.order, rank, self.agents.computes[rank], queues.num_words),
             kept=KeptNumbers(rank, queues.num_kept),
@@ -172,12 +172,12 @@ class _Team:
         """What the host writes before a launch of one step."""
         queues = gpu.queues
         words: dict[int, int] = {}
-        if queues.tokens and queues.tokens in given.inputs:
-            words[STATE_TOKEN] = int(given.inputs[queues.tokens].reshape(-1)[0])
-        elif not queues.tokens:
+        if queues.ids and queues.ids in given.inputs:
+            words[STATE_ID] = int(given.inputs[queues.ids].reshape(-1)[0])
+        elif not queues.ids:
             gpu.embed = given.inputs[queues.embed].reshape(1, -1).float().numpy()
-            if queues.token:
-                words[STATE_TOKEN] = 0
+            if queues.chosen:
+                words[STATE_ID] = 0
         if queues.positions and queues.positions in given.inputs:
             words[STATE_POSITION] = int(given.inputs[queues.positions].reshape(-1)[0])
         if (sampler := queues.sampler) and sampler.sampling in given.inputs:
@@ -193,15 +193,13 @@ class _Team:
     def read(self, gpu: RowGpu, given: RowLaunch) -> Found:
         """What the host copies after a launch."""
         queues, kept = gpu.queues, gpu.kept.values
-        logits = kept[queues.logits_at : queues.logits_at + queues.vocab]
+        logits = kept[queues.logits_at : queues.logits_at + queues.rank_logits]
         return Found(
             outputs={
                 one.tensor: torch.from_numpy(kept[one.first : one.first + one.num].copy())
                 for one in queues.outputs
             },
-            tokens=tuple(gpu.tokens[step] for step in range(given.num_steps))
-            if queues.token
-            else (),
+            ids=tuple(gpu.ids[step] for step in range(given.num_steps)) if queues.chosen else (),
             logits=torch.from_numpy(logits.copy()),
         )
 
@@ -266,15 +264,15 @@ def compute(sm: RowSm, given: RowLaunch) -> Steps:
         return  # what it reads of the state, it does not use
     position0 = begin(sm.compute, gpu, STATE_POSITION, given.first[1])
     epoch0 = begin(sm.compute, gpu, STATE_EPOCH, -1)
-    token = begin(sm.compute, gpu, STATE_TOKEN, given.first[0])
+    row_id = begin(sm.compute, gpu, STATE_ID, given.first[0])
     yield RAN
     for step in range(given.num_steps):
         base = (epoch0 + step) * queues.num_generations + 1
-        if queues.token and step > 0:
-            token = yield from most_likely(sm, base - 1)
+        if queues.chosen and step > 0:
+            row_id = yield from most_likely(sm, base - 1)
             sm.fence()
             if last:
-                gpu.tokens[step - 1] = token
+                gpu.ids[step - 1] = row_id
         sm.arrive()
         for one in sm.queue:
             yield RAN
@@ -288,13 +286,13 @@ def compute(sm: RowSm, given: RowLaunch) -> Steps:
                 case RowBarrier():
                     yield from barrier(sm, one, flag)
                 case RowEmbed():
-                    embed(sm, one, token, flag)
+                    embed(sm, one, row_id, flag)
                 case RowPointwise():
-                    yield from pointwise(sm, one, token, position, flag)
+                    yield from pointwise(sm, one, row_id, position, flag)
                 case RowRoute():
                     yield from route(sm, one, flag)
                 case RowLinear():
-                    best, row = yield from linear(sm, one, token, flag)
+                    best, row = yield from linear(sm, one, row_id, flag)
                     if queues.epilogues[one.opcode].ranked and queues.sampler is None:
                         push_best(sm, best, queues.first_id + row, flag)
                 case _:
@@ -305,10 +303,10 @@ def compute(sm: RowSm, given: RowLaunch) -> Steps:
                     )
     if last:
         num_steps = given.num_steps
-        if queues.token:
-            token = yield from most_likely(sm, (epoch0 + num_steps) * queues.num_generations)
-            gpu.tokens[num_steps - 1] = token
-            store_state(sm, STATE_TOKEN, token)
+        if queues.chosen:
+            row_id = yield from most_likely(sm, (epoch0 + num_steps) * queues.num_generations)
+            gpu.ids[num_steps - 1] = row_id
+            store_state(sm, STATE_ID, row_id)
         store_state(sm, STATE_POSITION, position0 + num_steps)
         store_state(sm, STATE_EPOCH, epoch0 + num_steps)
 

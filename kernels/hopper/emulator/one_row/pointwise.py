@@ -30,23 +30,23 @@ from distmega.kernels.hopper.plan.words import (
 from distmega.kernels.hopper.row_plan.accesses import last_row, reads
 
 
-def pointwise(sm: RowSm, one: RowPointwise, token: int, position: int, flag: int) -> Steps:
+def pointwise(sm: RowSm, one: RowPointwise, row_id: int, position: int, flag: int) -> Steps:
     """Rows of this SM."""
     formula = sm.gpu.queues.formulas[one.number]
     row = np.arange(one.row0, last_row(one))
     wanted = np.full(len(row), True)
     taken: list[Floats] = []
     if formula.norm:
-        x = yield from whole_row(sm, one, formula, token, flag - one.flag_delta)
+        x = yield from whole_row(sm, one, formula, row_id, flag - one.flag_delta)
         taken.append(normalised_row(sm, one, formula, x)[row])
     if formula.num_carried and one.flags & CARRY_EMBEDDED:
-        taken.append(sm.gpu.embed[token][row])
+        taken.append(sm.gpu.embed[row_id][row])
     elif formula.num_carried:
         taken.append(sm.gpu.kept.load(sm.sm, one.carry + row, wanted))
     if formula.num_carried > 1:
         taken.append(sm.gpu.kept.load(sm.sm, one.second + row, wanted))
     if formula.has_table:
-        index = position if one.flags & AT_POSITION else token
+        index = position if one.flags & AT_POSITION else row_id
         taken.append(
             sm.gpu.elements[one.table * VECTOR_MULTIPLE + index * one.num_rows + row],
         )
@@ -58,11 +58,11 @@ def pointwise(sm: RowSm, one: RowPointwise, token: int, position: int, flag: int
 
 
 def whole_row(
-    sm: RowSm, one: RowPointwise, formula: RowFormula, token: int, flag: int
+    sm: RowSm, one: RowPointwise, formula: RowFormula, row_id: int, flag: int
 ) -> Generator[Key, None, Floats]:
     """x, all of it."""
     if one.flags & FROM_EMBEDDING:
-        row: Floats = sm.gpu.embed[token][: one.num_rows]
+        row: Floats = sm.gpu.embed[row_id][: one.num_rows]
         return row
     (read,) = reads(one, sm.gpu.queues)
     words = np.arange(read.words.start, read.words.stop)

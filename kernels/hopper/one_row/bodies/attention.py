@@ -261,10 +261,10 @@ def attention_task(
 
     words: int32, of the instruction. symmetric, vectors, cache, rope: see RowMemory; reads flagged
     words of queries, keys and values, writes those of the split's partials and, where the last
-    block is its own, the new position in the cache. position: of the new token; flag: of what is
-    read and written; eps, scale (with log2(e)), min_blocks: as of decode. ring: RingAddresses, of
-    which x gives room to queries and weights meanwhile; it: slots taken before. stamps: int64, of
-    this instruction.
+    block is its own, the new position in the cache. position: of the step; flag: of what is
+    read and written; eps, scale (with log2(e)), min_blocks: as of run_row_steps. ring:
+    RingAddresses, of which x gives room to queries and weights meanwhile; it: slots taken before.
+    stamps: int64, of this instruction.
     """
     HALVES: gl.constexpr = num_halves(D)
     COLUMNS: gl.constexpr = padded_half(D)

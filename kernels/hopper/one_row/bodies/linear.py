@@ -210,12 +210,12 @@ def stage_flagged(
 
 
 @gluon.jit
-def stage_embedding(words, embed, token, vectors, staged_at, WIDE: gl.constexpr):
-    """As stage_flagged, x being the token's row of the embedding matrix."""
+def stage_embedding(words, embed, row_id, vectors, staged_at, WIDE: gl.constexpr):
+    """As stage_flagged, x being the id's row of the embedding matrix."""
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     num_words = words[LIN_NUM_SRC_WORDS]
     num_weights = gl.where(words[LIN_NORM] >= 0, num_words, 0)
-    row = embed + token.to(gl.int64) * (num_words * 2)
+    row = embed + row_id.to(gl.int64) * (num_words * 2)
     for chunk in range(keep(words[LIN_NUM_TILES_K])):
         word = chunk * WORDS_A_CHUNK + own_word()
         factors = weights_at(vectors, words[LIN_NORM], word, num_weights, WIDE)
@@ -254,7 +254,7 @@ def keep_normed(words, vectors, kept, sm, mean, factor, HAS_BIAS: gl.constexpr):
 
 @gluon.jit
 def stage_layer_norm(
-    words, symmetric, vectors, embed, token, kept, sm, flag, eps, inv_length, staged_at,
+    words, symmetric, vectors, embed, row_id, kept, sm, flag, eps, inv_length, staged_at,
     KEEPS_NORMED: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
     """x after its layer norm into shared memory, zeros past the last; at most STAGE_CHUNKS chunks.
@@ -270,7 +270,7 @@ def stage_layer_norm(
         scales += pairs_at(vectors, weights, word, num_words)
         shifts += pairs_at(vectors, weights + next_vector(2 * num_words), word, num_words)
     if RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
-        row = embed + token.to(gl.int64) * (num_words * 2)
+        row = embed + row_id.to(gl.int64) * (num_words * 2)
         pairs = ()
         for i in gl.static_range(STAGE_CHUNKS):
             pairs += pairs_at(row, 0, first + i * WORDS_A_CHUNK, num_words)
@@ -335,13 +335,13 @@ def bias_of(words, vectors, group, row, wanted, PAIRS: gl.constexpr):
 
 @gluon.jit
 def carried(
-    words, embed, token, kept, row, wanted, KEEPS_NORMED: gl.constexpr, RANKS: gl.constexpr
+    words, embed, row_id, kept, row, wanted, KEEPS_NORMED: gl.constexpr, RANKS: gl.constexpr
 ):
     """What the SM keeps of the rows of another op, or the embedding's; asked for early. Where ranks
     share the embedding, sum_partials asks for its row.
     """
     if RANKS == 1 and (words[LIN_PACKED] & CARRY_EMBEDDED) != 0:
-        at = embed + token.to(gl.int64) * words[LIN_NUM_ROWS] + row
+        at = embed + row_id.to(gl.int64) * words[LIN_NUM_ROWS] + row
         value = gl.load(at, mask=wanted, other=0.0).to(gl.float32)
     else:
         given = wanted & (words[LIN_CARRY] >= 0)
@@ -410,7 +410,7 @@ def linear_task(
     symmetric,
     vectors,
     embed,
-    token,
+    row_id,
     kept,
     flag,
     sm,
@@ -440,13 +440,13 @@ def linear_task(
     """Stages x, then for each group of units multiplies and writes; returns the ring position.
 
     words: int32, of the instruction. symmetric, vectors, embed, kept: see RowMemory; reads flagged
-    words of x and writes those of the result, and rows of `kept` that are this SM's. token: of this
-    step. flag: of what is written. best_words, num_sms, peers, team_rank, first_id, eps: as of
-    decode; parts of sums, logits and candidates go to all ranks. squares, red: shared memory of
-    ring.squares and ring.sums, as buffers. ring: RingAddresses; it: slots taken before; slots: see
-    route_task. stamps: int64, of this instruction. GIVEN: see sum_partials.
+    words of x and writes those of the result, and rows of `kept` that are this SM's. row_id: of
+    this step. flag: of what is written. best_words, num_sms, peers, team_rank, first_id, eps: as of
+    run_row_steps; parts of sums, logits and candidates go to all ranks. squares, red: shared memory
+    of ring.squares and ring.sums, as buffers. ring: RingAddresses; it: slots taken before; slots:
+    see route_task. stamps: int64, of this instruction. GIVEN: see sum_partials.
 
-    Where tokens are sampled, the head only writes its logits, for SAMPLE.
+    Where ids are sampled, a ranked linear only writes its logits, for SAMPLE.
     """
     PUSHES: gl.constexpr = RANKS > 1 and CHOICE != GREEDY and CHOICE != SAMPLED
     NUM: gl.constexpr = count(EPILOGUES)
@@ -467,7 +467,7 @@ def linear_task(
         num_tiles = keep(gl.minimum(num_units - number, GROUP_UNITS) * num_tiles_k)
         aims = aim(ring, it % STAGES)
         bias = bias_of(words, vectors, number, row, wanted, has_pairs(EPILOGUES))
-        carry = carried(words, embed, token, kept, row, wanted, KEEPS_NORMED, RANKS)
+        carry = carried(words, embed, row_id, kept, row, wanted, KEEPS_NORMED, RANKS)
         if most_carried(EPILOGUES) == 2:
             is_two = wanted & ((words[LIN_PACKED] & CARRY_TWO) != 0)
             carry2 = gl.load(kept + words[LIN_PAIR_ROW] + row, mask=is_two, other=0.0)
@@ -476,11 +476,11 @@ def linear_task(
             before = flag - ((words[LIN_PACKED] << DELTA_SHIFT) >> (2 * DELTA_SHIFT))
             if LAYER_NORMS and (words[LIN_PACKED] & LAYER_NORM) != 0:
                 stage_layer_norm(
-                    words, symmetric, vectors, embed, token, kept, sm, before, eps, inv_length,
+                    words, symmetric, vectors, embed, row_id, kept, sm, before, eps, inv_length,
                     aims[0], KEEPS_NORMED, RANKS,
                 )  # fmt: skip
             elif RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
-                ss = stage_embedding(words, embed, token, vectors, aims[0], WIDE)
+                ss = stage_embedding(words, embed, row_id, vectors, aims[0], WIDE)
             else:
                 ss = stage_flagged(words, symmetric, vectors, before, aims[0], RANKS, WIDE)
             if TRACE:

@@ -1,7 +1,7 @@
 """Pointwise work on rows: a formula of a whole row after its norm or softmax, and of what the SM
 keeps.
 
-In: flagged words of the row or the token's row, what the SM keeps, rows of tables. Out: flagged
+In: flagged words of the row or the id's row, what the SM keeps, rows of tables. Out: flagged
 words of the result, what the SM keeps of it. Every SM that has rows reads the whole row, so that
 statistics need no exchange: a sum, or the greatest element, then the sum of what follows from it.
 Next on the walk: kernel.py.
@@ -205,9 +205,9 @@ def carried_rows(words, given, kept, row, wanted):
 
 
 @gluon.jit
-def table_row(words, vectors, token, position):
-    """Where the row of a table begins: the token's or the position's."""
-    index = gl.where((words[LIN_PACKED] & AT_POSITION) != 0, position, token)
+def table_row(words, vectors, row_id, position):
+    """Where the row of a table begins: the id's or the position's."""
+    index = gl.where((words[LIN_PACKED] & AT_POSITION) != 0, position, row_id)
     first = words[POINT_TABLE].to(gl.int64) * VECTOR_MULTIPLE
     return vectors + (first + index.to(gl.int64) * words[LIN_NUM_ROWS])
 
@@ -240,20 +240,20 @@ def write_rows(words, symmetric, kept, row, wanted, y, flag, KIND: gl.constexpr)
 
 @gluon.jit
 def pointwise_task(
-    words, symmetric, vectors, embed, token, position, kept, flag, FORMULAS: gl.constexpr,
+    words, symmetric, vectors, embed, row_id, position, kept, flag, FORMULAS: gl.constexpr,
     PASSES: gl.constexpr, WIDE: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
     """Rows of this SM, PASSES a thread.
 
     words: int32, of the instruction. symmetric, vectors, embed, kept: see RowMemory; reads flagged
-    words and rows of `kept` that are this SM's, and writes such. token, position: of this step.
+    words and rows of `kept` that are this SM's, and writes such. row_id, position: of this step.
     flag: of what is written.
     """
     NUM: gl.constexpr = count(FORMULAS)
     before = flag - ((words[LIN_PACKED] << DELTA_SHIFT) >> (2 * DELTA_SHIFT))
     num_rows = words[LIN_NUM_ROWS]
     limit = gl.minimum(words[LIN_ROW0] + words[NUM_UNITS] * UNIT_ROWS, num_rows)
-    given = embed + token.to(gl.int64) * num_rows
+    given = embed + row_id.to(gl.int64) * num_rows
     thread = gl.arange(0, THREADS, layout=PER_THREAD)
     for i in gl.static_range(NUM):
         if words[POINT_NUMBER] == i:
@@ -290,7 +290,7 @@ def pointwise_task(
                     second = kept + words[POINT_SECOND] + row
                     taken += single(gl.load(second, mask=wanted, other=0.0))
                 if field(FORMULAS, i, "has_table"):
-                    at = table_row(words, vectors, token, position) + row
+                    at = table_row(words, vectors, row_id, position) + row
                     taken += single(gl.load(at, mask=wanted, other=0.0).to(gl.float32))
                 y = evaluate(field(FORMULAS, i, "formula"), taken)
                 write_rows(

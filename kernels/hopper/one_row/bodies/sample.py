@@ -1,10 +1,10 @@
-"""Sampling the next token in the kernel: what every SM does with its logits once the head is done.
+"""Sampling the next id in the kernel: what every SM does with its logits once it has all of them.
 
 In: this SM's logits, the settings and the seed of the request. Out: its best candidate, flagged, in
 the place where the greedy kernel has its highest logit, so that all else stays as it is. Where
-several ranks share the vocabulary, each SM samples from its own logits and tells all ranks if there
+several ranks share the logits, each SM samples from its own logits and tells all ranks if there
 are no limits. If there are, all ranks have pushed their logits to all, and each rank samples from
-the whole vocabulary for itself, which gives the same token on all. A token is the argmax of logit +
+all of them for itself, which gives the same id on all. An id is the argmax of logit +
 temperature * Gumbel noise (program/ops/sampling.py is the reference). LIMITED takes only logits
 from a cutoff on, which all SMs find alike, in two exchanges: the highest logit of each warp of each
 SM, which bounds the top_k-th from below, then the few logits that reach this bound. SMs with more
@@ -31,8 +31,8 @@ from distmega.kernels.hopper.plan.fields import (
     CHUNK,
     LIMITED,
     SAMPLE_NUM_ROWS,
+    SAMPLE_RANK_LOGITS,
     SAMPLE_ROW0,
-    SAMPLE_VOCAB,
     SAMPLED,
     SEARCHED,
     SRC,
@@ -346,7 +346,7 @@ def join_all(parts, NUM: gl.constexpr):
 
 @gluon.jit
 def best_candidate(x, cutoff, ids, wanted, temperature, seed, position):
-    """The best candidate of logits x of tokens `ids` from `cutoff` on: its value and its token."""
+    """The best candidate of logits x of numbers `ids` from `cutoff` on: its value and its id."""
     noise = gumbel(ids, position, seed)
     sampled = gl.where(x >= cutoff, x + temperature * noise, float("-inf"))
     value = gl.max(sampled, axis=0)
@@ -361,10 +361,10 @@ def sample_task(
 ):  # fmt: skip
     """Publishes the best candidate of an instruction SAMPLE, of at most ROWS logits.
 
-    words: int32, of the instruction. logits: f32, this rank's, of tokens from first_id on, which
+    words: int32, of the instruction. logits: f32, this rank's, from number first_id on, which
     this SM's linear task wrote. sampling: f32, (temperature, least logit) where SAMPLED, else
     (temperature, top_k, top_p), and seeds: i64 [1], local memory that the runner writes between
-    launches. position: of the token before the sampled one. symmetric: int64, this rank's flagged
+    launches. position: of the id before the sampled one. symmetric: int64, this rank's flagged
     words; peers: those of all ranks, in memory that all can write, this one's being number `rank`.
     sample_words, best_words: where chunks begin there, which SMs of this rank write, and the
     candidates, which go to all ranks. flag: of all that is exchanged.
@@ -385,9 +385,9 @@ def sample_task(
     if RANKS > 1 and KIND != SAMPLED:
         slot = slot_numbers(row0, ROWS)
         wanted = slot < limit
-        vocab = words[SAMPLE_VOCAB]
-        units = (vocab + UNIT_ROWS - 1) // UNIT_ROWS * UNIT_ROWS
-        ids = slot - slot // units * (units - vocab)
+        rank_logits = words[SAMPLE_RANK_LOGITS]
+        units = (rank_logits + UNIT_ROWS - 1) // UNIT_ROWS * UNIT_ROWS
+        ids = slot - slot // units * (units - rank_logits)
     else:
         row = row_numbers(row0, ROWS)
         wanted = row < limit

@@ -1,4 +1,4 @@
-"""Limits of a sample among any number of tokens: what sample.py can't find among a few candidates.
+"""Limits of a sample among any number of ids: what sample.py can't find among a few candidates.
 
 In: this SM's logits, the settings. Out: the cutoff, the same on every SM. All SMs narrow one range
 of logits together: in each round every SM publishes, for four thresholds, how many of its logits

@@ -33,7 +33,7 @@ def combine_task(
 
     words: int32, of the instruction. symmetric: int64, this rank's flagged words behind the report;
     reads those of partials, which attention_task wrote, and writes bf16 pairs of the output.
-    position: of the new token; flag: of what is read and written; min_blocks: as of decode.
+    position: of the step; flag: of what is read and written; min_blocks: as of run_row_steps.
     """
     active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
     stride: gl.constexpr = D + PARTIAL_EXTRA

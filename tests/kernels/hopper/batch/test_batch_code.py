@@ -27,7 +27,7 @@ def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machi
     types |= dict.fromkeys(("eps", "scale"), "fp32")
     numbers = ("num_instructions", "num_steps", "batch", "num_sms", "max_context", "sample_words")
     types |= dict.fromkeys(numbers, "i32")
-    words = dict.fromkeys(("tokens", "events", "acts", "best_rows", "arrivals"), "*i32")
+    words = dict.fromkeys(("ids", "events", "acts", "best_rows", "arrivals"), "*i32")
     halves = dict.fromkeys(("vectors", "embed", "cache"), "*bf16")
     kinds = dict.fromkeys(BatchMemory._fields, "*fp32") | words | halves
     types["memory"] = BatchMemory._make(kinds[name] for name in BatchMemory._fields)
@@ -47,15 +47,15 @@ def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machi
         epilogues=queues_of(PRESETS["llama-3.2-1b"]).epilogues,
         formulas=BatchFormulas(()),
         wide_norms=False,
-        keeps_tokens=False,
+        keeps_ids=False,
         choice=choice,
-        head_rows=1024,
+        sm_logits=1024,
         whole_slices=True,
         num_ranks=1,
         stages=STAGES,
         ahead=AHEAD,
     )
-    return compile_kernel(kernel.decode_batch, types, {"spec": spec}, 8, None)
+    return compile_kernel(kernel.run_batch_steps, types, {"spec": spec}, 8, None)
 
 
 MACHINES = {

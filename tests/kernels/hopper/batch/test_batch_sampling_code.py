@@ -26,7 +26,7 @@ SMs have a piece of attention each (docs/notes/batch.md).
 def compiled(name: str, tp: int, method: Method) -> Machine:
     lowered = decode_plan(name, tp, method=method)
     with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
-        open_batch_runner(lowered).decode(1)
+        open_batch_runner(lowered).run_steps(1)
     (machine,) = launched
     return machine
 

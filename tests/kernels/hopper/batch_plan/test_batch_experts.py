@@ -222,7 +222,7 @@ def test_tiles_of_another_choice_are_found():
 
 
 def test_what_the_kernel_does_not_take_is_named():
-    with pytest.raises(UnsupportedError, match="17 tokens"):
+    with pytest.raises(UnsupportedError, match="17 rows"):
         build(layers(1, 192, rows=17))
     p = ProgramBuilder("many")
     x = p.input("x", (2, 256), "bf16")

@@ -11,7 +11,7 @@ from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
     NOTHING,
     BatchAttention,
-    BatchHead,
+    BatchLogits,
     BatchPointwise,
 )
 from distmega.kernels.hopper.diagnosis import describe_batch
@@ -55,7 +55,7 @@ def test_what_rows_are_made_of():
     queues = queues_of(PROGRAMS["post_norms"](4))
     assert not queues.wide_norms
     assert queues_of(PROGRAMS["wide_norms"](4)).wide_norms
-    (head,) = (one for one in queues.queues[0] if isinstance(one, BatchHead))
+    (head,) = (one for one in queues.queues[0] if isinstance(one, BatchLogits))
     assert head.bias >= 0
     assert [(one.scaled, one.publishes) for one in queues.formulas.each] == [
         (False, True), (True, True)
@@ -81,9 +81,9 @@ def two_lookups(rows: int) -> Program:
 def test_a_table_of_tokens_needs_these():
     queues = queues_of(two_lookups(3))
     (one,) = pointwise(queues)
-    assert queues.keeps_tokens
+    assert queues.keeps_ids
     assert not one.by_position
-    assert not queues_of(PROGRAMS["two_tables"](3)).keeps_tokens
+    assert not queues_of(PROGRAMS["two_tables"](3)).keeps_ids
 
 
 def heads_normed(rows: int) -> Program:

@@ -198,7 +198,7 @@ def test_a_third_operand_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "found"), [(17, 256, "17 tokens"), (4, 164, "rows of .164")]
+    ("rows", "columns", "found"), [(17, 256, "17 rows"), (4, 164, "rows of .164")]
 )
 def test_what_no_body_takes_is_refused_by_name(rows: int, columns: int, found: str):
     m = Maker(rows)

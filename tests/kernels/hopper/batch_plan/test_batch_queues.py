@@ -17,9 +17,9 @@ from distmega.kernels.hopper.batch_plan.words import (
     PAIRED,
     BatchAttention,
     BatchEmbed,
-    BatchHead,
     BatchInstruction,
     BatchLinear,
+    BatchLogits,
     BatchSample,
     pack,
 )
@@ -53,12 +53,12 @@ def kind_of(one: BatchInstruction, queues: BatchQueues) -> str:
             if epilogue.num_streams == 2:
                 return "gated"
             return "residual" if epilogue.num_carried else "qkv"
-        case BatchAttention() | BatchEmbed() | BatchHead() | BatchSample():
+        case BatchAttention() | BatchEmbed() | BatchLogits() | BatchSample():
             return type(one).__name__.removeprefix("Batch").lower()
     raise AssertionError(one)
 
 
-def rows_read(task: BatchLinear | BatchHead) -> list[int]:
+def rows_read(task: BatchLinear | BatchLogits) -> list[int]:
     """Rows of its matrix in the order in which the loader brings them, tile by tile along k."""
     rows = []
     for unit in range(task.num_units):
@@ -74,7 +74,7 @@ def test_every_weight_row_is_read_once(name: str):
     program = build_decoder(PRESETS[name], 1, 256, batch=16, dtype="bf16")
     columns, queues = matrix_columns(program), queues_of(PRESETS[name])
     tensors = program.tensor_map()
-    linears = BatchLinear | BatchHead
+    linears = BatchLinear | BatchLogits
     tasks = [one for queue in queues.queues for one in queue if isinstance(one, linears)]
     for matrix, team_rank in enumerate(queues.matrices):
         own = [task for task in tasks if task.matrix == matrix and task.num_tiles_k]
@@ -91,7 +91,7 @@ def test_all_sms_have_the_same_instructions(name: str):
     kinds = [kind_of(one, queues) for one in queues.queues[0]]
     num_layers = PRESETS[name].num_layers
     layer = ["qkv", "attention", "residual", "gated", "residual"]
-    assert kinds == ["embed", *layer * num_layers, "head"]
+    assert kinds == ["embed", *layer * num_layers, "logits"]
     for queue in queues.queues:
         assert [one.opcode for one in queue] == [one.opcode for one in queues.queues[0]]
         pairs = [one for one in queue if isinstance(one, BatchLinear) and one.flags & PAIRED]
@@ -103,7 +103,7 @@ def test_all_sms_have_the_same_instructions(name: str):
 def test_limits_are_looked_for_behind_the_event_of_the_logits():
     config = PRESETS["smollm2-135m"]
     for method, last in (
-        (Method(kind="plain"), "head"),
+        (Method(kind="plain"), "logits"),
         (Method(kind="limited", num_candidates=64), "sample"),
         (Method(kind="limited"), "sample"),
     ):
@@ -130,9 +130,9 @@ def test_norm_weights_go_to_whoever_writes_x():
     ]
     names = [f"layers.{i}.{part}_norm" for i in range(28) for part in ("attn", "ffn")] + ["norm"]
     assert [t.next_norm for t in writers] == [weights.offset(name) // 2 for name in names]
-    linears = [one for one in queue if isinstance(one, BatchLinear | BatchHead)]
+    linears = [one for one in queue if isinstance(one, BatchLinear | BatchLogits)]
     readers = [kind_of(one, queues) for one in linears if one.flags & NORMED]
-    assert readers == ["qkv", "gated"] * 28 + ["head"]
+    assert readers == ["qkv", "gated"] * 28 + ["logits"]
 
 
 def test_words_of_an_instruction():
@@ -148,7 +148,7 @@ def test_words_of_an_instruction():
     ("changes", "batch", "found"),
     [
         ({"head_dim": 264}, 4, "heads of 264"),
-        ({}, 17, "17 tokens"),
+        ({}, 17, "17 rows"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused(changes: dict, batch: int, found: str):

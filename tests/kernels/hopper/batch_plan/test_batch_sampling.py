@@ -16,7 +16,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     FIELD_WORDS,
     READY_WORDS,
-    BatchHead,
+    BatchLogits,
     BatchSample,
     pack,
 )
@@ -50,14 +50,14 @@ def team_of(method: Method, tp: int) -> list[BatchQueues]:
     return [build_batch_queues(segment, *arenas, NUM_SMS, team_rank) for team_rank in range(tp)]
 
 
-def heads(queues: BatchQueues) -> list[BatchHead]:
+def heads(queues: BatchQueues) -> list[BatchLogits]:
     """Of every SM."""
-    found = [one for queue in queues.queues for one in queue if isinstance(one, BatchHead)]
+    found = [one for queue in queues.queues for one in queue if isinstance(one, BatchLogits)]
     assert len(found) == NUM_SMS
     return found
 
 
-def tokens_of(one: BatchHead) -> range:
+def tokens_of(one: BatchLogits) -> range:
     """Whose logits an SM has, which it also draws with the noise of."""
     last = min(one.row0 + 8 * one.num_units, one.num_rows)
     return range(one.first_id + one.row0, one.first_id + max(one.row0, last))
@@ -108,7 +108,7 @@ def test_at_a_temperature_ranks_compare_their_best(tp: int):
     for queues in team_of(PLAIN, tp):
         assert not queues.gathers
         assert queues.buffers[0].name == "best"
-        assert isinstance(queues.queues[0][-1], BatchHead)
+        assert isinstance(queues.queues[0][-1], BatchLogits)
 
 
 def test_one_rank_exchanges_nothing():
@@ -124,8 +124,10 @@ def test_words_of_a_head_and_a_draw():
         words, ring = pack(task), FIELD_WORDS[type(task)]
         assert {n: words[at] for n, at in ring.items()} == {n: int(getattr(task, n)) for n in ring}
         assert len(set(ring.values())) == len(ring)
-    assert all(FIELD_WORDS[BatchHead][name] == at for name, at in FIELD_WORDS[BatchSample].items())
-    assert pack(draw)[FIELD_WORDS[BatchHead]["num_units"]] == 0, "nothing to load"
+    assert all(
+        FIELD_WORDS[BatchLogits][name] == at for name, at in FIELD_WORDS[BatchSample].items()
+    )
+    assert pack(draw)[FIELD_WORDS[BatchLogits]["num_units"]] == 0, "nothing to load"
 
 
 @pytest.mark.parametrize("owes", [0, 1])

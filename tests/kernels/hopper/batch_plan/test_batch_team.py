@@ -18,9 +18,9 @@ from distmega.kernels.hopper.batch_plan.words import (
     FIELD_WORDS,
     BatchAttention,
     BatchEmbed,
-    BatchHead,
     BatchInstruction,
     BatchLinear,
+    BatchLogits,
     pack,
 )
 from distmega.kernels.hopper.diagnosis import explain_batch_hang
@@ -77,9 +77,9 @@ def test_ranks_have_the_same_queues_but_for_their_parts(team: list[BatchQueues])
         match one:
             case BatchEmbed():
                 return replace(
-                    one, own_part=0, team_rank=0, first_token=0, first_column=0, first_id=0
+                    one, own_part=0, team_rank=0, first_table_row=0, first_column=0, first_id=0
                 )
-            case BatchHead():
+            case BatchLogits():
                 return replace(one, num_rows=0, first_id=0, team_rank=0)
             case BatchLinear():
                 return replace(one, own_part=0)
@@ -89,7 +89,7 @@ def test_ranks_have_the_same_queues_but_for_their_parts(team: list[BatchQueues])
     for team_rank, queues in enumerate(others, start=1):
         assert (queues.attention, queues.epilogues) == (first.attention, first.epilogues)
         assert queues.buffers == first.buffers
-        assert queues.first_id == team_rank * first.vocab
+        assert queues.first_id == team_rank * first.rank_logits
         for mine, theirs in zip(queues.queues, first.queues, strict=True):
             assert list(map(common, mine)) == list(map(common, theirs))
 
@@ -102,15 +102,15 @@ def test_the_vocabulary_is_shared_whole_and_once(name: str, tp: int):
     assert all(isinstance(one, BatchEmbed) for one in embeds)
     last = 0
     for queues, one in zip(team, embeds, strict=True):
-        assert (queues.first_id, one.first_id, one.first_token) == (last, last, last)
-        assert (one.first_column, one.num_columns) == (0, queues.hidden)
-        assert queues.logit_rows == one.num_tokens == queues.vocab
+        assert (queues.first_id, one.first_id, one.first_table_row) == (last, last, last)
+        assert (one.first_column, one.num_columns) == (0, queues.entry_columns)
+        assert queues.logit_rows == one.num_table_rows == queues.rank_logits
         last += queues.logit_rows
     assert last == short_model(name).vocab
 
 
 def test_every_rank_pushes_each_word_of_a_sum_once(team: list[BatchQueues]):
-    ranks, hidden = len(team), team[0].hidden
+    ranks, hidden = len(team), team[0].entry_columns
     for name, number in (("parts 0", 0), ("parts 1", 1), ("parts 0", 2)):
         buffer = next(one for one in team[0].buffers if one.name == name)
         pushed: list[int] = []
@@ -147,7 +147,7 @@ def test_buffers_lie_behind_the_events(team: list[BatchQueues]):
         assert best.name == "best", "awaited before the parts of x with the same tag"
         (embed,) = {one[0] for one in queues.queues if one[0].row0 == 0 and one[0].num_units}
         assert best.first == embed.best
-        assert embed.team_rank == queues.first_id // queues.vocab
+        assert embed.team_rank == queues.first_id // queues.rank_logits
         assert 2 * len(team) * BEST_WORDS == best.num_words
 
 
@@ -176,7 +176,7 @@ def open_batch_runner(lowered: DecodePlan) -> BatchRunner:
 @cache
 def compiled(name: str, tp: int) -> Machine:
     with pytest.MonkeyPatch.context() as patch, offline(patch) as launched:
-        open_batch_runner(decode_plan(name, tp)).decode(1)
+        open_batch_runner(decode_plan(name, tp)).run_steps(1)
     (machine,) = launched
     return machine
 
@@ -210,7 +210,7 @@ def test_the_rank_and_the_sm_that_owe_a_part_are_named():
     number, sm = 5 * 3 + 3, 9
     task = queues.queues[sm][number]
     assert isinstance(task, BatchLinear)
-    part = task.parts + 2 * queues.hidden * BATCH + task.row0 * BATCH
+    part = task.parts + 2 * queues.entry_columns * BATCH + task.row0 * BATCH
     text = explain(part + 17, 2 * len(queues.queues[0]) + number + 1, sm)
     assert f"rank 0, SM {sm} (instruction {number}, layers.3.attn_sum, rows {task.row0} to" in text
     assert "of 'parts 1'" in text

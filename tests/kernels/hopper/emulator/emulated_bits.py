@@ -51,11 +51,11 @@ def emulated(
     if row_case is None:
         case = batch_case(program, num_sms=num_sms)
         ((found,),) = emulate(case, values, [inputs], seed)
-        tokens = torch.tensor(found.tokens[0]) if found.tokens else None
+        tokens = torch.tensor(found.ids[0]) if found.ids else None
     else:
         ((one,),) = row_case.emulate(values, [inputs], seed)
         case, found = row_case, one
-        tokens = torch.tensor(one.tokens) if one.tokens else None
+        tokens = torch.tensor(one.ids) if one.ids else None
     tensors = program.tensor_map()
     outs = []
     for name in program.outputs:

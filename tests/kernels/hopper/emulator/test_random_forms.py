@@ -31,15 +31,15 @@ def require_right(program: Program, rows: int, seed: int) -> None:
     if rows == 1:
         case = case_of(program, num_sms=num_sms)
         ((one,),) = case.emulate(values, [inputs], seed)
-        tokens, outs = one.tokens, {**one.outputs, case.queues[0].logits: one.logits}
+        tokens, outs = one.ids, {**one.outputs, case.queues[0].logits: one.logits}
     else:
         case = batch_case(program, num_sms=num_sms)
         ((batch,),) = emulate_batch(arenas_of(case, values), [[BatchLaunch(inputs=inputs)]], seed)
-        (tokens,) = batch.tokens or ((),)
+        (tokens,) = batch.ids or ((),)
         outs = batch.outputs
     (exact,) = expected(program, values, [inputs])
     for name in program.outputs:
-        if name == case.queues[0].token:
+        if name == case.queues[0].chosen:
             (argmax,) = (op for op in program.ops if op.kind == "argmax")
             logits = exact[argmax.reads[0].tensor]
             chosen = logits[torch.arange(rows), torch.tensor(tokens)]

@@ -90,7 +90,7 @@ def decode_code(
         if trace:
             runner.trace(1)
         else:
-            runner.decode(1)
+            runner.run_steps(1)
     (machine,) = launched
     return machine
 
@@ -168,7 +168,7 @@ def code_of(model, num_ranks):
             weights_arena=arenas[0],
             state_arena=arenas[1],
             team=LoneTeam(num_ranks) if num_ranks > 1 else None,
-        ).decode(1)
+        ).run_steps(1)
     (code,) = launched
     return code, queues
 

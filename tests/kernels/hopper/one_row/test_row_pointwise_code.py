@@ -37,7 +37,7 @@ def code_of(program: Program) -> Machine:
         runner = RowRunner(
             program, queues, weights=layouts[0], weights_arena=arenas[0], state_arena=arenas[1]
         )
-        runner.decode(1)
+        runner.run_steps(1)
     (machine,) = launched
     return machine
 

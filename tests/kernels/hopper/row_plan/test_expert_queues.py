@@ -318,7 +318,7 @@ def test_scores_that_are_used_again_too_early_are_found():
 
 
 def test_what_the_kernel_does_not_take_is_named():
-    with pytest.raises(UnsupportedError, match="2 tokens"):
+    with pytest.raises(UnsupportedError, match="2 rows"):
         queues_of(layers(1, rows=2))
     p = ProgramBuilder("weights that leave")
     x = p.input("x", (2, HIDDEN), "bf16")

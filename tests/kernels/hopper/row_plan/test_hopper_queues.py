@@ -141,10 +141,10 @@ def test_draws_have_room_for_all_logits_of_an_sm(name):
         assert isinstance(sample, RowSample)
         assert kind_of(queues, head) == "head"
         last = min(head.row0 + head.num_units * UNIT_ROWS, head.num_rows)
-        assert (sample.row0, sample.num_rows, sample.vocab) == (head.row0, last, 0)
+        assert (sample.row0, sample.num_rows, sample.rank_logits) == (head.row0, last, 0)
         rows.append(last - head.row0)
-    assert max(rows) == queues.head_rows
-    num_chunks = 1 + queues.head_rows // SAMPLE_CHUNK + 1
+    assert max(rows) == queues.sm_logits
+    num_chunks = 1 + queues.sm_logits // SAMPLE_CHUNK + 1
     assert queues.best - queues.sample >= num_chunks * SAMPLE_CHUNK * MAX_SMS
     assert queues.num_words - queues.best >= 2 * len(queues.queues)
     assert greedy.sampler is None

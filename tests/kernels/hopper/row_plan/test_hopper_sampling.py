@@ -68,7 +68,7 @@ def test_tokens_are_drawn_in_the_kernel(method: Method, batch: int, tp: int, log
     lowered = decode_plan(method, batch, tp=tp, logits=logits)
     assert steps(lowered.host) == ["kernel"]
     queues = queues_of(lowered, tp - 1)
-    assert queues.token == "next"
+    assert queues.chosen == "next"
     assert queues.sampler is not None
     assert queues.sampler.limits == LOOKED_FOR[method]
     assert (queues.logits in lowered.host.segments[0].outputs) == (logits == "last")
@@ -81,7 +81,7 @@ def test_the_last_stage_of_a_pipeline_draws(method: Method):
     assert not set(steps(first.host)) & {"sample", "cutoff", "top", "all_reduce argmax"}
     assert steps(last.host) == ["kernel", "send next"]
     for team_rank in range(2):
-        assert queues_of(last, team_rank).token == "next"
+        assert queues_of(last, team_rank).chosen == "next"
 
 
 def words_of(queues: RowQueues, name: str) -> range:
@@ -140,8 +140,8 @@ def test_within_limits_each_rank_draws_from_all_logits(method: Method, tp: int):
         ]
         assert polled == sorted(pushed) == list(words_of(queues, "logits"))
         assert len(polled) == tp * slots
-        assert {one.vocab for one in samples(queues)} == {rows}
-        assert max(one.num_rows - one.row0 for one in samples(queues)) <= queues.head_rows
+        assert {one.rank_logits for one in samples(queues)} == {rows}
+        assert max(one.num_rows - one.row0 for one in samples(queues)) <= queues.sm_logits
         assert all(one.row0 % 2 == one.num_rows % 2 == 0 for one in samples(queues))
         assert len(words_of(queues, "best")) == 2 * len(queues.queues)
         assert words_of(queues, "sample")

@@ -57,8 +57,8 @@ def test_stages_share_the_layers_of_the_model(name: str, tp: int, pp: int) -> No
 @pytest.mark.parametrize(("name", "tp", "pp"), CASES)
 def test_a_stage_enters_and_leaves_by_x(name: str, tp: int, pp: int) -> None:
     stages = stage_queues(name, tp, pp)
-    assert [bool(stage.tokens) for stage in stages] == [True] + [False] * (pp - 1)
-    assert [bool(stage.token) for stage in stages] == [False] * (pp - 1) + [True]
+    assert [bool(stage.ids) for stage in stages] == [True] + [False] * (pp - 1)
+    assert [bool(stage.chosen) for stage in stages] == [False] * (pp - 1) + [True]
     leaving = [[kept.tensor for kept in stage.outputs] for stage in stages]
     assert leaving[:-1] == [[stage.embed] for stage in stages[1:]]
     assert leaving[-1] == []

@@ -63,7 +63,7 @@ def test_collectives_become_part_of_what_they_follow(name, tp, logits):
     assert isinstance(head, FusedChoice)
     assert len(sums) == 2 * config.num_layers
     assert {op.num_ranks for op in (first, head, *sums)} == {tp}
-    assert head.vocab == config.vocab
+    assert head.num_logits == config.vocab
     whole = logits == "last"
     assert segment.tensor_map()[head.logits].shape[1] == config.vocab // (1 if whole else tp)
 
@@ -72,8 +72,8 @@ def test_ranks_have_the_same_queues_but_for_their_vocabulary(team):
     def common(one: Instruction) -> Instruction:
         if isinstance(one, RowEmbed):
             return replace(one, row0=0, dst=0)
-        is_head = isinstance(one, RowLinear) and first.epilogues[one.opcode].ranked
-        return replace(one, num_rows=0, dst=0) if is_head else one
+        is_logits = isinstance(one, RowLinear) and first.epilogues[one.opcode].ranked
+        return replace(one, num_rows=0, dst=0) if is_logits else one
 
     _, (first, *others) = team
     assert first.num_ranks == 1 + len(others)
@@ -81,7 +81,7 @@ def test_ranks_have_the_same_queues_but_for_their_vocabulary(team):
         assert queues.attention == first.attention
         assert queues.epilogues == first.epilogues
         assert queues.num_words == first.num_words
-        assert queues.first_id == team_rank * first.vocab
+        assert queues.first_id == team_rank * first.rank_logits
         for mine, theirs in zip(queues.queues, first.queues, strict=True):
             assert list(map(common, mine)) == list(map(common, theirs))
 

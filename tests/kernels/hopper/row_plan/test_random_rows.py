@@ -52,7 +52,7 @@ def test_most_are_one_kernel_of_one_row():
         except UnsupportedError as error:
             refused[seed] = str(error)
         else:
-            assert len(queues.outputs) + bool(queues.token) == len(program.outputs)
+            assert len(queues.outputs) + bool(queues.chosen) == len(program.outputs)
     assert len(refused) <= 0.2 * len(SEEDS), refused
 
 
@@ -99,5 +99,5 @@ def test_most_random_bodies_are_one_kernel():
         except UnsupportedError as error:
             refused[seed] = str(error)
         else:
-            assert len(queues.outputs) + bool(queues.token) == len(program.outputs)
+            assert len(queues.outputs) + bool(queues.chosen) == len(program.outputs)
     assert len(refused) <= 0.3 * 18, refused

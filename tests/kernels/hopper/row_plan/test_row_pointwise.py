@@ -80,7 +80,7 @@ def test_what_rows_are_made_of():
         "norm_at_the_end": {BIASED, 0},
     }
     queues = queues_of(PROGRAMS["two_tables"](1))
-    assert (queues.tokens, queues.positions) == ("ids", "positions")
+    assert (queues.ids, queues.positions) == ("ids", "positions")
     assert {one.table == NOTHING for one in pointwise(queues)} == {False}
     assert [one.norm for one in queues.formulas] == [""]
     (formula,) = queues_of(PROGRAMS["classifier"](1)).formulas

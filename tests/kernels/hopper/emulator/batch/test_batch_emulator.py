@@ -142,7 +142,7 @@ def test_tokens_choose_the_next_ones():
         launches = [BatchLaunch(inputs=given, num_steps=3 if together else 1)]
         launches += [BatchLaunch()] * (0 if together else 2)
         found = emulate_batch([arenas], [[one] for one in launches], seed=7 + together)
-        tokens = [row for each in found for row in each[0].tokens]
+        tokens = [row for each in found for row in each[0].ids]
         assert tokens == [tuple(one.tolist()) for one in wanted]
 
 

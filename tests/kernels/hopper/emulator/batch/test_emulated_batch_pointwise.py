@@ -30,7 +30,7 @@ def require_right(
             for name, out in one.outputs.items():
                 assert error(out, wanted[name]) < MOST_ERROR
             if "next" in wanted:
-                assert one.tokens == (tuple(wanted["next"].tolist()),)
+                assert one.ids == (tuple(wanted["next"].tolist()),)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

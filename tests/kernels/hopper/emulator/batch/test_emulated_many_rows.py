@@ -14,7 +14,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     MAX_ROWS,
     PRODUCT_TILE,
     STEP_K,
-    BatchHead,
+    BatchLogits,
     BatchProduct,
     has_whole_tiles,
     steps_of_sm,
@@ -67,9 +67,7 @@ def test_tokens_of_many_rows_choose_the_next_ones():
         wanted.append(env[program.outputs[0]])
     (arenas,) = arenas_of(case, values)
     found = emulate_batch([arenas], [[BatchLaunch(inputs=given, num_steps=2)]], seed=7)
-    assert [row for each in found for row in each[0].tokens] == [
-        tuple(one.tolist()) for one in wanted
-    ]
+    assert [row for each in found for row in each[0].ids] == [tuple(one.tolist()) for one in wanted]
 
 
 def test_more_rows_than_asked_for_are_refused():
@@ -112,9 +110,9 @@ def test_whole_tiles_are_not_added_up_before_others_have_multiplied_them():
     case = batch_case(of_tokens(40), most_rows=MAX_ROWS)
     (queues,) = case.queues
     fused = tuple(apart(fuse_segment(case.local.program), case.local.program.outputs))
-    number = next(i for i, one in enumerate(queues.queues[0]) if isinstance(one, BatchHead))
+    number = next(i for i, one in enumerate(queues.queues[0]) if isinstance(one, BatchLogits))
     head = queues.queues[0][number]
-    assert isinstance(head, BatchHead)
+    assert isinstance(head, BatchLogits)
     assert (head.num_rows, head.num_units, head.src) == (200, 16, 1), "a tile each of two SMs"
     first, *others = changed(queues, number, row0=200, num_units=0).queues
     own = replace(head, row0=0, num_units=25)

@@ -51,7 +51,7 @@ def test_tokens_of_a_head_behind_another_linear():
             found = case.emulate(values, inputs, layers)
             (wanted,) = expected(program, values, inputs[:1])
             token = int(wanted[program.outputs[0]][0])
-            assert [each[0].tokens for each in found] == [(token,)] * 2
+            assert [each[0].ids for each in found] == [(token,)] * 2
 
 
 def test_a_head_with_another_flag_is_waited_for_in_vain():

@@ -86,7 +86,7 @@ def require_decodes(case: Case, position: int, seed: int) -> None:
     found = case.emulate(values, inputs, seed)
     for each, wanted in zip(found, exact, strict=True):
         for one in each:
-            assert one.tokens == (int(wanted[token][0]),)
+            assert one.ids == (int(wanted[token][0]),)
             assert error(one.outputs[state], wanted[state]) < MOST_ERROR
             assert torch.equal(one.outputs[state], each[0].outputs[state])
 
@@ -128,11 +128,11 @@ def test_steps_of_one_launch_give_what_launches_of_a_step_do(tp: int):
     ranks = [case.memory(rank, values) for rank in range(tp)]
     apart = [[RowLaunch(first=(7, 125))] * tp] + [[RowLaunch()] * tp] * 5
     each = [found[0] for found in emulate_rows(ranks, apart, seed=5)]
-    tokens = [one.tokens[0] for one in each]
-    assert list(first[0].tokens + second[0].tokens) == tokens
+    tokens = [one.ids[0] for one in each]
+    assert list(first[0].ids + second[0].ids) == tokens
     _, state = case.program.outputs
     assert torch.equal(second[0].outputs[state], each[-1].outputs[state])
-    assert first[-1].tokens == first[0].tokens
+    assert first[-1].ids == first[0].ids
 
 
 def require_exact(seed: int, num_sms: int) -> bool:
@@ -148,8 +148,8 @@ def require_exact(seed: int, num_sms: int) -> bool:
     for each, wanted in zip(case.emulate(values, [given, given], seed), exact, strict=True):
         for name, found in each[0].outputs.items():
             assert torch.equal(found, wanted[name].flatten())
-        if case.queues[0].token:
-            assert each[0].tokens == (int(wanted[case.queues[0].token][0]),)
+        if case.queues[0].chosen:
+            assert each[0].ids == (int(wanted[case.queues[0].chosen][0]),)
     return True
 
 

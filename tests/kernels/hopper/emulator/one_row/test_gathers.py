@@ -151,7 +151,7 @@ def test_the_given_row_is_kept_where_others_than_sums_take_it():
     for each, wanted in zip(case_of(program, 2, 4).emulate(values, inputs, 0), exact, strict=True):
         for one in each:
             assert error(one.outputs[out], wanted[out]) < MOST_ERROR
-            assert one.tokens == each[0].tokens
+            assert one.ids == each[0].ids
 
 
 def test_a_row_of_which_ranks_have_parts_is_refused():
