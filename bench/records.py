@@ -14,6 +14,8 @@ from argparse import ArgumentParser
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from distmega.whole_file import replace_text
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 UNKNOWN = "unknown"
@@ -93,7 +95,7 @@ def write_records(path: Path, records: list[Record]) -> None:
     known |= {record.case: record for record in records}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps([asdict(record) for record in known.values()], indent=1)
-    path.write_text(text + "\n")
+    replace_text(path, text + "\n")
 
 
 def read_records(path: Path) -> list[Record]:

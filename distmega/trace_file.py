@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distmega.whole_file import replace_text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
@@ -27,9 +29,9 @@ class Span:
 
 
 def write_trace(path: Path, spans: Iterable[Span]) -> None:
-    """Replaces the file; processes and tracks stand in the order of their first span."""
+    """Replaces the file at once; processes and tracks stand in the order of their first span."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": list(trace_events(spans))}) + "\n")
+    replace_text(path, json.dumps({"traceEvents": list(trace_events(spans))}) + "\n")
 
 
 def trace_events(spans: Iterable[Span]) -> Iterable[dict[str, object]]:

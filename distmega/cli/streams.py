@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from distmega.errors import RequestError
+from distmega.whole_file import replace_text
 
 MIN_COLUMNS = 20
 NARROWEST = 40
@@ -81,9 +82,9 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 file; RequestError where it can't be written."""
+    """Writes a UTF-8 file, whole or not at all; RequestError where it can't be written."""
     try:
-        path.write_text(text, encoding="utf-8")
+        replace_text(path, text)
     except OSError as error:
         raise RequestError(
             f"file {str(path)!r} can't be written ({error.strerror})",

@@ -18,7 +18,7 @@ from distmega.program.types import Program
 from distmega.sharding.search.cost import Machine
 from distmega.superopt.optimize import Optimizer, Refusal
 from distmega.superopt.programs import FAMILIES, read_case
-from distmega.superopt.rules import RewriteRule, write_rules
+from distmega.superopt.rules import RewriteRule, require_writable_rules, write_rules
 from distmega.superopt.search.schedule import SearchLimits
 from distmega.superopt.search.search import Progress
 
@@ -58,6 +58,7 @@ def run_superopt(request: SuperoptRequest, console: Console, errors: Console) ->
     optimizer = Optimizer(
         read_program(request.program), request.machine, request.limits, request.seed
     )
+    require_writable_rules(request.out)
     start = time.monotonic()
     try:
         _follow(optimizer.run(), errors, start)

@@ -12,7 +12,6 @@ import os
 import pickle
 import platform
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -24,6 +23,7 @@ from typing import TypeVar, cast
 from distmega import hostir, kernels, sharding
 from distmega.collecting import gc_paused
 from distmega.folders import cache_folder
+from distmega.whole_file import replace_file
 
 T = TypeVar("T")
 
@@ -113,14 +113,8 @@ def _write(path: Path, key: str, value: object) -> None:
     """Replaces the file in one step, so that no reader sees half of it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, part = tempfile.mkstemp(dir=path.parent)  # of mode 600
-        try:
-            with os.fdopen(handle, "wb") as file:
-                pickle.dump((key, value), file, pickle.HIGHEST_PROTOCOL)
-            Path(part).replace(path)
-        except BaseException:
-            Path(part).unlink()
-            raise
+        with replace_file(path, mode=0o600) as file:
+            pickle.dump((key, value), file, pickle.HIGHEST_PROTOCOL)
         _remove_oldest(path.parent)
     except (OSError, pickle.PicklingError, TypeError, AttributeError) as error:
         _log.debug("%s can't be written: %s", path, error)  # or the value has no pickle

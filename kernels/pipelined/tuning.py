@@ -19,6 +19,7 @@ from distmega.folders import cache_folder
 from distmega.hostir.comm.plain import gather_bytes
 from distmega.json_file import parse_json_text, read_json_file
 from distmega.kernels.pipelined.choices import KernelChoice
+from distmega.whole_file import replace_text
 
 CHOICES = cache_folder() / "choices.json"
 NUM_TMA, NUM_PLAIN = 8, 16
@@ -196,9 +197,7 @@ def read_choices(path: Path) -> dict[str, KernelChoice]:
 def write_choices(path: Path, entries: dict[str, KernelChoice]) -> None:
     """Replaces the file in one step, so that no reader sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(_as_text(entries))
-    part.replace(path)
+    replace_text(path, _as_text(entries))
 
 
 def _as_text(entries: Mapping[str, KernelChoice]) -> str:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import distmega
 from distmega.cli import main as command
 from distmega.cli.main import main
+from distmega.engine.ranks import jobs
 from distmega.engine.ranks.jobs import score, text_windows
 from distmega.engine.requests import ScoreRequest, TraceRequest
 from distmega.errors import ProgramError, RequestError, argument
@@ -46,6 +47,18 @@ def test_flags_with_names_of_their_own(capsys):
         TraceRequest(model="m", path="p", num_steps=0)
     assert main(["trace", "tiny-llama", "--steps", "0"]) == 2
     assert "error: --steps 0; expected at least 1" in capsys.readouterr().err
+
+
+def test_a_trace_file_that_can_not_be_written_is_told_before_the_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(jobs, "open_model", lambda _name: pytest.fail("it reads the model"))
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "trace.json"):
+        request = TraceRequest(model="tiny-llama", path=str(path))
+        with pytest.raises(RequestError, match="can't be written") as found:
+            jobs.trace(CPU_RANK, request, lambda _value: None)
+        assert found.value.with_flags({"path": "out"}).endswith("give another --out")
 
 
 def test_every_argument_that_errors_name_is_a_flag(capsys):

@@ -23,7 +23,7 @@ from tests.repo.source import (
 
 BOTTOM = ("distmega.program", "distmega.errors", "distmega.env", "distmega.collecting",
           "distmega.folders", "distmega.json_file", "distmega.lazy",
-          "distmega.trace_file")  # fmt: skip
+          "distmega.trace_file", "distmega.whole_file")  # fmt: skip
 """What sharding may stand on; the rest of distmega/ is the top half, above kernels."""
 
 OURS = ("distmega", "tests", "bench", "examples")

@@ -62,6 +62,15 @@ def test_an_interrupted_search_keeps_what_it_has(
     assert read_rules(out)
 
 
+def test_a_file_that_can_not_be_written_is_told_before_the_search(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(Optimizer, "run", lambda _self: pytest.fail("it searches"))
+    for out in (tmp_path, tmp_path / "missing" / "rules.json"):
+        assert main(["superopt", str(file), "--out", str(out)]) == 2
+        assert "can't be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("case", PAPER_CASES)
 def test_the_papers_programs_are_known(case: str):
     for rows in (1, 16):

@@ -8,7 +8,7 @@ Next on the walk: engine.py.
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from distmega.models.sampling import MOST_LIKELY, Samplings
 from distmega.models.text.tokenizer import Tokenizer
 from distmega.sources.load import ModelSource, open_model
 from distmega.trace_file import Span, write_trace
+from distmega.whole_file import require_writable
 
 LOADED_S = 0.25
 
@@ -178,7 +179,14 @@ def text_windows(num_tokens: int, size: int) -> Iterator[Window]:
 
 
 def trace(context: RankContext, request: TraceRequest, emit: Emit) -> TraceResult:
-    """Rank 0 writes the timeline of all ranks, from the first span on."""
+    """Rank 0 writes the timeline of all ranks, from the first span on. RequestError, before the
+    model is read, where it can't write the file.
+    """
+    path = Path(request.path)
+    if context.rank == 0:
+        with _unwritable_as_request(request.path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            require_writable(path)
     engine = open_engine(context, open_model(request.model), request.tp, request.options)
     mine = engine.trace(request.num_steps, request.position)
     everyone = engine.comm.all_gather_object([asdict(span) for span in mine])
@@ -186,15 +194,21 @@ def trace(context: RankContext, request: TraceRequest, emit: Emit) -> TraceResul
     start_us = min(span.start_us for span in spans)
     spans = [replace(span, start_us=span.start_us - start_us) for span in spans]
     if context.rank == 0:
-        try:
-            write_trace(Path(request.path), spans)
-        except OSError as error:
-            raise RequestError(
-                f"trace file {request.path!r} can't be written ({error})",
-                expected="a path that can be made",
-                remedy=f"give another {argument('path')}",
-            ) from error
+        with _unwritable_as_request(request.path):
+            write_trace(path, spans)
     return TraceResult(num_spans=len(spans), summary=summarise(spans))
+
+
+@contextmanager
+def _unwritable_as_request(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(
+            f"trace file {path!r} can't be written ({error.strerror})",
+            expected="a path that can be made",
+            remedy=f"give another {argument('path')}",
+        ) from error
 
 
 def open_engine(

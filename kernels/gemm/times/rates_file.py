@@ -20,6 +20,7 @@ from distmega.json_file import read_json_file
 from distmega.kernels.gemm.times.rates import OverlapRates
 from distmega.kernels.gemm.times.ways import MatmulModel
 from distmega.sharding.search.cost import Machine
+from distmega.whole_file import replace_text
 
 FOLDER = cache_folder()
 VERSION = 4
@@ -56,9 +57,7 @@ def write_rates(measured: Measured, folder: Path = FOLDER) -> Path:
     """Replaces the file in one step, so that no reader sees half of it."""
     path = rates_path(measured.device, measured.num_ranks, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"version": VERSION, **asdict(measured)}, indent=1) + "\n")
-    part.replace(path)
+    replace_text(path, json.dumps({"version": VERSION, **asdict(measured)}, indent=1) + "\n")
     return path
 
 
