@@ -151,6 +151,18 @@ def test_a_rank_that_dies_ends_the_others_and_is_named() -> None:
     assert not psutil.pid_exists(ranks[0].pid)
 
 
+def test_an_interrupt_while_the_code_is_loaded_is_quiet(tmp_path: Path) -> None:
+    """As by Ctrl-C in the first second."""
+    interrupts = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "tyro.py").write_text(interrupts)
+    with interruptible():
+        done = subprocess.run(
+            [sys.executable, "-m", "distmega", "--version"],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+        )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_all_ranks_at_once_and_quietly(number: signal.Signals, code: int) -> None:
     with interruptible():

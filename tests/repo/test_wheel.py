@@ -31,7 +31,7 @@ def test_wheel_metadata_names_licence_and_command(wheel: Path):
         scripts = archive.read(names["entry_points.txt"]).decode()
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert "distmega = distmega.cli.main:main" in scripts
+    assert "distmega = distmega.__main__:run" in scripts
 
 
 def test_installed_packages_import_outside_the_repository(installed: Path, tmp_path: Path):
