@@ -97,6 +97,31 @@ def test_qwen2_windows():
     assert read(**qwen, use_sliding_window=True, layer_types=types).windows == (8, 0, 8, 0)
 
 
+EXPERTS = {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_window_layers", [None, 0, 3, 28])
+def test_windows_of_experts_are_those_of_transformers(num_window_layers: int | None):
+    some = {} if num_window_layers is None else {"max_window_layers": num_window_layers}
+    asked = {**EXPERTS, **some, "sliding_window": 8, "use_sliding_window": True}
+    theirs = transformers.Qwen2MoeConfig(**(BASE | asked))
+    windows = tuple(8 * (kind == "sliding_attention") for kind in theirs.layer_types)
+    assert read(**asked, model_type="qwen2_moe").windows == (windows if any(windows) else ())
+    assert read(**asked, model_type="qwen3_moe").windows == (8,) * 4  # whatever the number says
+    assert read(**asked, model_type="mixtral").windows == (8,) * 4
+
+
+def test_dense_layers_are_those_of_families_that_know_them():
+    asked = {**EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert read(**asked, model_type="qwen3_moe").dense_layers == (0, 2, 3)
+    assert read(**asked, model_type="qwen2_moe").dense_layers == (0, 2, 3)
+    assert read(**asked, model_type="mixtral").dense_layers == ()
+    assert read(**asked, model_type="olmoe").dense_layers == ()
+
+
 def test_several_end_tokens_and_generation_config(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(BASE | {"eos_token_id": [7, 8]}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9]}))

@@ -7,6 +7,7 @@ Goes out: a ModelConfig, or a ModelError for whatever the decoder would otherwis
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from distmega.errors import ModelError, UnknownModelError
 from distmega.models.config import (
@@ -17,6 +18,11 @@ from distmega.models.config import (
     unknown_architecture,
 )
 from distmega.models.fields import Fields
+
+Sliding = Literal["none", "all", "last", "even"]
+"""Layers that see a window where layer_types does not say: none, all, those from max_window_layers
+on, or of those before it every other one, the first included.
+"""
 
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
@@ -32,9 +38,9 @@ class _Family:
     max_positions: int = 2048
     norm_eps: float = 1e-6
     rope_base: float = 10000.0
-    windowed: bool = False
+    slides: Sliding = "none"
     sliding_window: int = 0
-    first_window: int = 0
+    max_window_layers: int = 28
     qkv_bias: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -44,25 +50,21 @@ class _Family:
 
 _FAMILIES = {
     "llama": _Family(attention_bias=True, mlp_bias=True),
-    "mistral": _Family(num_kv_heads=8, max_positions=131072, windowed=True, sliding_window=4096),
-    "qwen2": _Family(
-        max_positions=32768, windowed=True, sliding_window=4096, first_window=28, qkv_bias=True
-    ),
+    "mistral": _Family(num_kv_heads=8, max_positions=131072, slides="all", sliding_window=4096),
+    "qwen2": _Family(max_positions=32768, slides="last", sliding_window=4096, qkv_bias=True),
     "qwen3": _Family(
         attention_bias=True,
         head_dim=128,
         max_positions=32768,
-        windowed=True,
+        slides="last",
         sliding_window=4096,
-        first_window=28,
         qk_norm=True,
     ),
     "qwen2_moe": _Family(
         num_kv_heads=16,
         max_positions=32768,
-        windowed=True,
+        slides="even",
         sliding_window=4096,
-        first_window=28,
         qkv_bias=True,
         experts=True,
     ),
@@ -70,7 +72,7 @@ _FAMILIES = {
         attention_bias=True,
         num_kv_heads=4,
         max_positions=32768,
-        windowed=True,
+        slides="all",
         sliding_window=4096,
         qk_norm=True,
         experts=True,
@@ -80,7 +82,7 @@ _FAMILIES = {
         max_positions=131072,
         norm_eps=1e-5,
         rope_base=1e6,
-        windowed=True,
+        slides="all",
         experts=True,
     ),
     "olmoe": _Family(
@@ -104,7 +106,8 @@ class _Experts:
 def _experts(fields: Fields, architecture: str, num_layers: int) -> _Experts:
     """What the families say of their experts, each in its own words."""
     counted = "num_local_experts" if "num_local_experts" in fields else "num_experts"
-    own_ffn = "moe_intermediate_size" if architecture.startswith("qwen") else "intermediate_size"
+    qwen = architecture.startswith("qwen")
+    own_ffn = "moe_intermediate_size" if qwen else "intermediate_size"
     shared = architecture == "qwen2_moe"
     return _Experts(
         num=fields.integer(counted),
@@ -112,7 +115,7 @@ def _experts(fields: Fields, architecture: str, num_layers: int) -> _Experts:
         ffn=fields.integer(own_ffn),
         norm_top=architecture == "mixtral" or fields.flag("norm_topk_prob", False),
         shared_ffn=fields.integer("shared_expert_intermediate_size") if shared else 0,
-        dense_layers=_dense_layers(fields, num_layers),
+        dense_layers=_dense_layers(fields, num_layers) if qwen else (),
     )
 
 
@@ -243,10 +246,10 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int, ...]:
-    """Window of each layer, as layer_types says, or use_sliding_window and max_window_layers, or
-    the window alone.
+    """Window of each layer: of those that layer_types names, or else of those of the family, where
+    use_sliding_window doesn't say that there are none.
     """
-    if not family.windowed:
+    if family.slides == "none":
         return ()
     absent = "sliding_window" not in fields.data
     window = fields.integer("sliding_window", family.sliding_window if absent else 0)
@@ -261,9 +264,18 @@ def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int, ...
             raise fields.bad("layer_types", f"{num_layers} of full_attention or sliding_attention")
         sliding = [kind == "sliding_attention" for kind in types]
     else:
-        first = fields.integer("max_window_layers", family.first_window) if qwen else 0
-        sliding = [layer >= first for layer in range(num_layers)]
+        sliding = [_slides(fields, family, layer) for layer in range(num_layers)]
     return tuple(window if slides else 0 for slides in sliding) if any(sliding) else ()
+
+
+def _slides(fields: Fields, family: _Family, layer: int) -> bool:
+    """Whether a layer sees a window where layer_types does not say."""
+    if family.slides == "all":
+        return True
+    first_or_stop = fields.integer("max_window_layers", family.max_window_layers)
+    if family.slides == "last":
+        return layer >= first_or_stop
+    return layer < first_or_stop and layer % 2 == 0
 
 
 def _unsupported(fields: Fields, key: str, expected: str) -> ModelError:
