@@ -319,7 +319,7 @@ def _plan_copies(
     """plan_decode with so many copies of each kv head.
 
     Caches of several sequences are divided by heads, as those of one are, since a prefill writes
-    all of a sequence's.
+    all of a sequence's; where ranks can't divide heads, each has all of them.
     """
     config, num_stages = copy_kv_heads(config, copies), num_stages_of(mesh)
     context, batch = context_limit(config, options), options.batch
@@ -339,9 +339,11 @@ def _plan_copies(
     caches = stage.program.with_role("state") if batch > 1 else ()
     by_heads = {
         cache.name: shard(SEQUENCE_DIM + 1, axis)
+        if fits(config.num_kv_heads, size)
+        else replicate()
         for cache in caches
         for axis, size in ranks.axes
-        if size > 1 and fits(config.num_kv_heads, size)
+        if size > 1
     }
     plan = plan_program(
         stage.program,

@@ -21,6 +21,7 @@ from distmega.models.weights.random_source import RandomReader
 from distmega.models.weights.tensors import weight_specs
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
+from distmega.sharding.search.cost import Machine
 from distmega.sharding.search.predict import predict_us
 from distmega.sources.copied_source import open_copies
 from distmega.sources.load import open_model
@@ -129,3 +130,16 @@ def test_too_many_ranks_are_told_how_many_can_share():
     ):
         plan_decode(config, model_mesh(9, 1), CPU, OPTIONS)
     assert plan_decode(config, model_mesh(7, 1), CPU, OPTIONS).kv_copies == 2
+
+
+@pytest.mark.parametrize("batch", [2, 3, 8])
+@pytest.mark.parametrize("machine", [CPU, H200])
+def test_no_cache_is_shared_out_by_sequences(machine: Machine, batch: int):
+    """A prefill writes all of a sequence's cache, on every rank, where heads can't be divided."""
+    config = replace(open_model("tiny-olmoe").config, num_heads=4, num_kv_heads=1)
+    assert most_copies(config) == 1
+    options = replace(OPTIONS, batch=batch)
+    local = localize(plan_decode(config, DeviceMesh(tp=4), machine, options).plan)
+    caches = local.program.with_role("state")
+    assert caches
+    assert {cache.shape[0] for cache in caches} == {batch}

@@ -270,6 +270,8 @@ def route_values(ids: Any, num_groups: int, num_rows: Any = None) -> tuple[Any, 
             expected=f"groups from 0 to {num_groups - 1}",
             remedy="correct the ids",
         )
+    if ids.is_cpu:
+        _require_distinct(flat.reshape(ids.shape), num_groups)
     _, order = flat.sort(dim=0, stable=True)
     counts = flat.new_zeros(num_groups + 1)
     counts = counts.index_add_(0, flat, flat.new_ones(len(flat)))[:num_groups]
@@ -278,6 +280,21 @@ def route_values(ids: Any, num_groups: int, num_rows: Any = None) -> tuple[Any, 
     slots = pairs.new_empty(len(pairs))
     slots[order] = pairs
     return counts.int(), offsets.int(), order.int(), slots.reshape(ids.shape).int()
+
+
+def _require_distinct(ids: Any, num_groups: int) -> None:
+    """RequestError for a row that names a group twice, which may then have more rows than tiles;
+    rows beyond those in use name none.
+    """
+    ordered = ids.sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < num_groups)
+    if bool(twice.any()):
+        row, choice = (int(each) for each in twice.nonzero()[0])
+        raise RequestError(
+            f"row {row} sent to group {int(ordered[row, choice])} more than once",
+            expected="groups that differ, as those that top_k chooses",
+            remedy="correct the ids",
+        )
 
 
 def scatter_values(y: Any, weights: Any, slots: Any, offsets: Any, groups: GroupRange) -> Any:
