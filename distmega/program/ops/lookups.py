@@ -66,8 +66,8 @@ def topk(name: str, x: Tensor, num_top: int) -> Built:
     """The num_top largest elements of the last dim, largest first, and their indices: outputs
     [name].value and [name] (i64).
     """
-    if not x.shape or not 1 <= num_top <= x.shape[-1]:
-        raise bad_op(name, f"the {num_top} largest of rows of {x.shape}", "at most a row of x")
+    if not x.shape or type(num_top) is not int or not 1 <= num_top <= x.shape[-1]:
+        raise bad_op(name, f"the {num_top!r} largest of rows of {x.shape}", "at most a row of x")
     rows = axis_names("m", len(x.shape) - 1)
     axes = [Axis(name=n, extent=e) for n, e in zip(rows, x.shape[:-1], strict=True)]
     axes.append(Axis(name="u", extent=x.shape[-1], role="reduce"))

@@ -164,6 +164,15 @@ def test_a_row_sent_nowhere_is_named():
         experts.route_values(torch.tensor([[0, 4]]), 4)
 
 
+def test_a_row_sent_twice_to_a_group_is_named():
+    """A group would have more rows than there are, and tasks for no more than these."""
+    ids = torch.tensor([[0, 1], [2, 2], [3, 3]])
+    with pytest.raises(RequestError, match="row 1 sent to group 2 more than once"):
+        experts.route_values(ids, 4)
+    counts, *_ = experts.route_values(ids, 4, torch.tensor([1]))  # others are not in use
+    assert counts.tolist() == [1, 1, 0, 0]
+
+
 def test_one_token_is_read_faster_by_a_part_of_each_expert_than_by_whole_ones():
     """Of 8 experts on 2 ranks one has 5.1 in the mean, where half of each is 4."""
     program = moe_block(rows=1, hidden=2048, num_experts=128, num=8, ffn=768)
