@@ -51,6 +51,8 @@ def analyse_events(
     dim) whose extent is known only at run time, the program's being the most. num_ranks: of the
     team that runs the program together. ProgramError for tiles of what isn't there.
     """
+    if type(num_ranks) is not int or num_ranks < 1:
+        raise ProgramError(f"{num_ranks!r} ranks", expected="at least 1", remedy="give the team's")
     spread = spread_symbols(program, symbols or {})
     stated = [op for op in program.ops if not op.is_view]
     grids = tuple(make_grid(op, tilings.get(op.name, _by_rank(op)), spread) for op in stated)

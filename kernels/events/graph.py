@@ -218,16 +218,38 @@ class EventGraph:
 
     def running(self, known: RunTime, op: str = "") -> list[TaskId]:
         """The tasks that run, of one op or of all, in program order. ProgramError for a symbol
-        outside its bounds.
+        outside its bounds, for one or an op that there isn't, and for starts of other groups.
         """
-        for name, most in self.symbols.items():
-            if not 0 <= known.symbols.get(name, -1) <= most:
+        self._require(known)
+        if op and op not in self.grid_of:
+            raise _no_tasks(op, self.program)
+        return [task for task in self.all_tasks() if op in ("", task[0]) and self.runs(task, known)]
+
+    def _require(self, known: RunTime) -> None:
+        for name, value in known.symbols.items():
+            if name not in self.symbols:
                 raise ProgramError(
-                    f"symbol {name!r} is {known.symbols.get(name)}",
+                    f"symbol {name!r} is {value!r}",
+                    expected=f"symbols among {', '.join(self.symbols) or 'none'}",
+                    remedy="leave it out, or compile with it",
+                )
+        for name, most in self.symbols.items():
+            value = known.symbols.get(name)
+            if type(value) is not int or not 0 <= value <= most:
+                raise ProgramError(
+                    f"symbol {name!r} is {value!r}",
                     expected=f"0 to {most}, its bound when this was compiled",
                     remedy="give it a value, or compile for a larger one",
                 )
-        return [task for task in self.all_tasks() if op in ("", task[0]) and self.runs(task, known)]
+        tensors = self.program.tensor_map()
+        for name in {grid.rows.starts for grid in self.grids if grid.rows} & {*known.starts}:
+            rows, groups = known.rows(name), tensors[name].shape[0] - 1
+            if len(rows) != groups or min(rows) < 0:
+                raise ProgramError(
+                    f"starts {name!r} {list(known.starts[name])}",
+                    expected=f"{groups + 1} numbers that do not fall",
+                    remedy="give the start of each group, and the end of the last",
+                )
 
     def count(self, event: EventId, known: RunTime) -> int:
         """Triggers that complete an event: those of tasks that run, on all ranks that count."""
@@ -267,7 +289,9 @@ class EventGraph:
 
     def tiles(self, known: RunTime, op: str) -> list[int]:
         """Of an op over groups, the tiles of rows that run, by group; the first tile of others."""
-        grid = self.grid_of[op]
+        grid = self.grid_of.get(op)
+        if grid is None:
+            raise _no_tasks(op, self.program)
         if grid.rows is None:
             raise ProgramError(
                 f"tiles by group of op {op!r}", expected="an op over groups", remedy="name one"
@@ -282,6 +306,14 @@ class EventGraph:
             task = self.coordinates[op][number]
             found[task[group] if group >= 0 else 0].add(task[row] if row >= 0 else 0)
         return list(map(len, found))
+
+
+def _no_tasks(op: str, program: Program) -> ProgramError:
+    return ProgramError(
+        f"tasks of {op!r}",
+        expected=f"ops of program {program.name!r} that are no views",
+        remedy="name one of its ops",
+    )
 
 
 def task_group(graph: EventGraph, op: str) -> TaskGroup:

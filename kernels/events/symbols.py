@@ -5,6 +5,7 @@ symbol. A symbol spreads along access maps, forwards and backwards, wherever an 
 extents of the program are its upper bounds. Used by analyse.py.
 """
 
+import re
 from collections.abc import Mapping
 
 from distmega.errors import ProgramError
@@ -21,9 +22,16 @@ def spread_symbols(program: Program, symbols: Mapping[str, tuple[str, int]]) -> 
     tensors = program.tensor_map()
     dims: dict[tuple[str, int], str] = {}
     for symbol, (tensor, dim) in symbols.items():
-        if tensor not in tensors or not 0 <= dim < len(tensors[tensor].shape):
+        if not re.fullmatch(r"\w+", symbol):
             raise ProgramError(
-                f"symbol {symbol!r} for dim {dim} of {tensor!r}",
+                f"symbol {symbol!r}",
+                expected="letters, digits and underscores, so that it can be printed",
+                remedy="give it another name",
+            )
+        dims_there = range(len(tensors[tensor].shape)) if tensor in tensors else ()
+        if type(dim) is not int or dim not in dims_there:
+            raise ProgramError(
+                f"symbol {symbol!r} for dim {dim!r} of {tensor!r}",
                 expected=f"a dim of a tensor of program {program.name!r}",
                 remedy="name one of its tensors and a dim that it has",
             )

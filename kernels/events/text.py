@@ -19,7 +19,14 @@ import re
 from distmega.errors import ParseError
 from distmega.kernels.events.graph import EventGraph, GridDim, GroupRows, TaskGrid
 from distmega.kernels.events.grouped import ungroup
-from distmega.kernels.events.values import Count, EventCoordinate, EventMap, EventTensor, Extent
+from distmega.kernels.events.values import (
+    Coordinates,
+    Count,
+    EventCoordinate,
+    EventMap,
+    EventTensor,
+    Extent,
+)
 from distmega.kernels.events.verify import verify_events
 from distmega.program.types import Program
 
@@ -104,7 +111,7 @@ _EVENT = re.compile(
     r" count (.*?) to (.*)"
 )
 _EXTENT = re.compile(rf"(\d+)|(?:ceil\((\w+)/(\d+)\)|rows\(({_NAME})/(\d+)\))<=(\d+)")
-_COUNT = re.compile(rf"(\d+|\[[^\]]*\])( active)?((?: {_NAME})*)")
+_COUNT = re.compile(rf"(\d+|\[\d+(?:, \d+)+\])( active)?((?: {_NAME})*)")
 _COORDINATE = re.compile(
     r"#(-?\d+)|d(\d+)\{([\d,]+)\}|(\()?d(\d+)(?:\*(\d+))?([+-]\d+)?(?(4)\)/(\d+))"
 )
@@ -195,10 +202,9 @@ def _parse_count(line: str, text: str, symbols: dict[str, int]) -> Count:
     match = _COUNT.fullmatch(text)
     if not match:
         raise _unreadable(line)
-    each = ast.literal_eval(match[1])
     words = match[3].split()
     return Count(
-        each=tuple(each) if isinstance(each, list) else (each,),
+        each=tuple(map(int, match[1].strip("[]").split(", "))),
         active=bool(match[2]),
         symbol=" ".join(word for word in words if word in symbols),
         starts=" ".join(word for word in words if word not in symbols),
@@ -207,14 +213,28 @@ def _parse_count(line: str, text: str, symbols: dict[str, int]) -> Count:
 
 def _parse_map(line: str, text: str) -> EventMap:
     if text.startswith("listed "):
-        listed = ast.literal_eval(text.removeprefix("listed "))
-        return EventMap(listed=tuple(tuple(map(tuple, events)) for events in listed))
+        return EventMap(listed=_parse_listed(line, text.removeprefix("listed ")))
     first, last = [], []
     for part in re.split(r", (?![^{]*\})", text) if text else []:
         ends = part.split("..")
         first.append(_parse_coordinate(line, ends[0]))
         last.append(_parse_coordinate(line, ends[-1]))
     return EventMap(first=tuple(first), last=tuple(last))
+
+
+def _parse_listed(line: str, text: str) -> tuple[tuple[Coordinates, ...], ...]:
+    """Events of each task, as [[(0, 1), (0, 2)], [(1, 1)]]."""
+    try:
+        tasks: list[list[Coordinates]] = ast.literal_eval(text)
+        numbers = [number for events in tasks for event in events for number in event]
+    except (ValueError, SyntaxError, TypeError) as error:
+        raise _unreadable(line) from error
+    found = tuple(tuple(tuple(event) for event in events) for events in tasks)
+    if repr([list(events) for events in found]) != text or not all(
+        type(number) is int for number in numbers
+    ):
+        raise _unreadable(line)
+    return found
 
 
 def _parse_coordinate(line: str, text: str) -> EventCoordinate:

@@ -8,6 +8,9 @@ tasks run, from what is known only at run time (RunTime). Next: analyse.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
+
+from distmega.errors import ProgramError
 
 Coordinates = tuple[int, ...]
 
@@ -68,7 +71,7 @@ class Extent:
     def value(self, known: "RunTime") -> int:
         """Tiles in use; of groups the most that any group has."""
         if self.symbol:
-            return min(self.most, -(-known.symbols[self.symbol] // self.size))
+            return min(self.most, -(-known.symbol(self.symbol) // self.size))
         if self.starts:
             rows = max(known.rows(self.starts), default=0)
             return min(self.most, -(-rows // self.size))
@@ -83,7 +86,7 @@ class SymbolGuard:
     first: int
 
     def holds(self, known: "RunTime") -> bool:
-        return known.symbols[self.symbol] > self.first
+        return known.symbol(self.symbol) > self.first
 
     def implies(self, other: "Guard") -> bool:
         """Whether `other` holds wherever this one does."""
@@ -106,7 +109,7 @@ class RowsGuard:
     chunk: int = 0
 
     def holds(self, known: "RunTime") -> bool:
-        base = known.at[self.mesh_axis] * self.chunk if self.mesh_axis else 0
+        base = known.coordinate(self.mesh_axis) * self.chunk if self.mesh_axis else 0
         rows = known.rows(self.starts)[base + self.first_group : base + self.stop_group]
         return any(num > self.first_row for num in rows)
 
@@ -131,10 +134,31 @@ class RunTime:
     starts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     at: Mapping[str, int] = field(default_factory=dict)
 
+    def symbol(self, name: str) -> int:
+        """The value of a symbol; ProgramError if it has none."""
+        return _given(self.symbols, name, "symbol")
+
+    def coordinate(self, axis: str) -> int:
+        """The rank's place along a mesh axis; ProgramError if it has none."""
+        return _given(self.at, axis, "coordinate")
+
     def rows(self, starts: str) -> list[int]:
-        """Rows of each group."""
-        bounds = self.starts[starts]
+        """Rows of each group; ProgramError where nothing is known of them."""
+        bounds = _given(self.starts, starts, "starts")
         return [stop - start for start, stop in pairwise(bounds)]
+
+
+Value = TypeVar("Value")
+
+
+def _given(found: Mapping[str, Value], name: str, what: str) -> Value:
+    if name not in found:
+        raise ProgramError(
+            f"{what} {name!r} without a value",
+            expected=f"{what} of everything that is known at run time alone",
+            remedy="give it in RunTime",
+        )
+    return found[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from distmega.errors import ProgramError, VerifyError
 from distmega.kernels.events.fit import grid_coordinates
 from distmega.kernels.events.graph import EventGraph, GridDim, GroupRows, TaskGrid
 from distmega.kernels.events.grouped import starts_of
-from distmega.kernels.events.symbols import AxisSymbols
+from distmega.kernels.events.symbols import AxisSymbols, spread_symbols
 from distmega.kernels.events.values import Count, EventMap, EventTensor, Extent, Sources
 from distmega.program.kinds import kind_of
 from distmega.program.types import Op, grouped_index
@@ -35,9 +35,10 @@ def make_grid(op: Op, tiles: Mapping[str, int], spread: AxisSymbols) -> TaskGrid
     for name, size in tiles.items():
         ranks = kind_of(op).communicates and name == RANK_AXIS
         known = name in op.extents
-        if not known or size < 1 or not (ranks or op.axis(name).role == "parallel"):
+        cuts = type(size) is int and size >= 1
+        if not known or not cuts or not (ranks or op.axis(name).role == "parallel"):
             raise ProgramError(
-                f"tiles of {size} along axis {name!r} of op {op.name!r}",
+                f"tiles of {size!r} along axis {name!r} of op {op.name!r}",
                 expected="at least 1, along one of its parallel axes",
                 remedy=f"cut one of {', '.join(a.name for a in op.axes if a.role == 'parallel')}",
             )
@@ -102,6 +103,21 @@ def verify_events(graph: EventGraph) -> EventGraph:
     sources are what the producer's tasks make them; consumers come later, and await nothing that
     nobody triggers. VerifyError.
     """
+    _verify_symbols(graph)
+    _verify_grids(graph)
+    names = [event.name for event in graph.events]
+    for event in graph.events:
+        if names.count(event.name) > 1:
+            raise _broken(event, "a name of several", "one event tensor of each name")
+        _verify_event(graph, event)
+    return graph
+
+
+def _verify_symbols(graph: EventGraph) -> None:
+    try:
+        spread_symbols(graph.program, graph.symbol_dims)
+    except ProgramError as error:
+        raise VerifyError(error.found, expected=error.expected, remedy=error.remedy) from error
     for name, (tensor, dim) in graph.symbol_dims.items():
         most = graph.program.tensor_map()[tensor].shape[dim]
         if graph.symbols[name] != most:
@@ -110,10 +126,6 @@ def verify_events(graph: EventGraph) -> EventGraph:
                 expected=f"{most}, which is dim {dim} of {tensor!r}",
                 remedy="derive the graph with analyse_events",
             )
-    _verify_grids(graph)
-    for event in graph.events:
-        _verify_event(graph, event)
-    return graph
 
 
 def _verify_grids(graph: EventGraph) -> None:

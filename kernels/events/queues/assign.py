@@ -12,7 +12,7 @@ imply, for every value of what is unknown, are left out (knowledge.py). Next: ch
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Literal
+from typing import Literal, get_args
 
 from distmega.errors import ProgramError
 from distmega.kernels.events.graph import EventGraph, EventId, TaskGrid, TaskId
@@ -74,11 +74,18 @@ class Queues:
 
 
 def assign_tasks(graph: EventGraph, num_sms: int, dynamic: Dynamic = "auto") -> Queues:
-    """Queues for `num_sms` SMs, with all waits. ProgramError for fewer than one, or for regions to
-    be drained across ranks, where each would have to know what the others took.
+    """Queues for `num_sms` SMs, with all waits. ProgramError for fewer than one, for another word
+    than those of Dynamic, or for regions to be drained across ranks, where each would have to know
+    what the others took.
     """
-    if num_sms < 1:
-        raise ProgramError(f"{num_sms} SMs", expected="at least 1", remedy="give more")
+    if type(num_sms) is not int or num_sms < 1:
+        raise ProgramError(f"{num_sms!r} SMs", expected="at least 1", remedy="give more")
+    if dynamic not in get_args(Dynamic):
+        raise ProgramError(
+            f"dynamic {dynamic!r}",
+            expected=f"one of {', '.join(get_args(Dynamic))}",
+            remedy="choose one of these",
+        )
     across = any(event.sources != "own" for event in graph.events)
     regions = [] if dynamic == "never" or across else _regions(graph)
     if dynamic == "always" and across:

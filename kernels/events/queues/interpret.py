@@ -74,6 +74,8 @@ def run_ranks(
             expected=f"{', '.join(map(str, sorted(teams)))} ranks, as the events are of",
             remedy="give each rank its tensors, on the mesh that the program was planned for",
         )
+    for tensors in given:
+        _require_given(queues.graph, tensors)
     order = random.Random(seed)
     machines = [
         _Machine(queues, tensors, symbols or {}, order, at)
@@ -291,11 +293,30 @@ class _Machine:
         )
 
 
+def _require_given(graph: EventGraph, given: Mapping[str, Tensor]) -> None:
+    """ProgramError for an input or weight that is missing, or a tensor of another shape."""
+    for tensor in graph.program.tensors:
+        found = given.get(tensor.name)
+        if found is None and tensor.role in ("input", "weight"):
+            raise ProgramError(
+                f"{tensor.role} {tensor.name!r} is missing",
+                expected=f"a tensor of shape {tensor.shape}",
+                remedy="give all inputs and weights by name",
+            )
+        if found is not None and tuple(found.shape) != tensor.shape:
+            raise ProgramError(
+                f"{tensor.role} {tensor.name!r} of shape {tuple(found.shape)}",
+                expected=f"{tensor.shape}, as the program has it",
+                remedy="give it in full, whatever symbols are",
+            )
+
+
 class _AllRows(dict[str, list[int]]):
     """Starts of any name, of groups without rows; only symbols are looked at."""
 
     def __init__(self, graph: EventGraph) -> None:
         super().__init__()
+        tensors = graph.program.tensor_map()
         for grid in graph.grids:
             if grid.rows is not None:
-                self[grid.rows.starts] = [0] * (grid.rows.num_groups + 1)
+                self[grid.rows.starts] = [0] * tensors[grid.rows.starts].shape[0]

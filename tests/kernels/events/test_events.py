@@ -396,7 +396,12 @@ def test_formulas_of_uneven_tiles():
         ({"P": {"j": 4}}, {}, "tiles of 4 along axis 'j' of op 'P'"),
         ({"P": {"i0": 0}}, {}, "tiles of 0 along axis 'i0'"),
         ({"C": {"k": 4}}, {}, "tiles of 4 along axis 'k' of op 'C'"),
+        ({"P": {"i0": 1.5}}, {}, "tiles of 1.5 along axis 'i0'"),
+        ({"P": {"i0": "2"}}, {}, "tiles of '2' along axis 'i0'"),
+        ({}, {"num_ranks": 0}, "0 ranks"),
         ({}, {"symbols": {"B": ("x", 7)}}, "symbol 'B' for dim 7 of 'x'"),
+        ({}, {"symbols": {"B": ("x", 0.0)}}, "symbol 'B' for dim 0.0 of 'x'"),
+        ({}, {"symbols": {"rows of x": ("x", 0)}}, "symbol 'rows of x'; expected letters"),
         ({}, {"symbols": {"B": ("x", 0), "N": ("P", 0)}}, "symbols '[BN]' and '[BN]' meet in"),
     ],
 )
@@ -413,6 +418,18 @@ def test_misuse(tilings: Tilings, options: dict, message: str):
         ("to C(d0)", "to C(d0*2)", VerifyError, "waits for"),
         (" active B", "", VerifyError, "a fixed count of tasks that may not run"),
         ("to C(d0)", "to P(d0)", VerifyError, "consumers after the producer"),
+        ("of x.0", "of y.0", VerifyError, "symbol 'B' for dim 0 of 'y'"),
+        ("of x.0", "of x.5", VerifyError, "symbol 'B' for dim 5 of 'x'"),
+        ("count 1", "count [1, one]", ParseError, "cannot read"),
+        ("from P(d0)", "from P(listed 7)", ParseError, "cannot read"),
+        ("from P(d0)", "from P(listed [[0], [1)])", ParseError, "cannot read"),
+        ("from P(d0)", "from P(listed [[(0.5,)]])", ParseError, "cannot read"),
+        (
+            "  event P",
+            "  event P.0[16] own from P(d0) count 1 active B to C(d0)\n  event P",
+            VerifyError,
+            "one event tensor of each name",
+        ),
         ("tasks P(", "tasks P[", ParseError, "cannot read"),
         ("(d0)", "(d0?)", ParseError, "cannot read"),
     ],
@@ -426,3 +443,31 @@ def test_verifier_and_parser(old: str, new: str, error: type[Exception], message
     assert old in text
     with pytest.raises(error, match=message):
         parse_events(text.replace(old, new), program)
+
+
+@pytest.mark.parametrize(
+    ("known", "message"),
+    [
+        (RunTime(), "symbol 'B' is None"),
+        (RunTime(symbols={"B": "5"}), "symbol 'B' is '5'"),
+        (RunTime(symbols={"B": 17}), "symbol 'B' is 17; expected 0 to 16"),
+        (RunTime(symbols={"B": 5, "C": 1}), "symbol 'C' is 1; expected symbols among B"),
+    ],
+)
+def test_what_is_known_at_run_time_fits(known: RunTime, message: str):
+    graph = analyse_events(rows_and_heads(), {"P": {"i0": 1}}, symbols={"B": ("x", 0)})
+    with pytest.raises(ProgramError, match=message):
+        graph.running(known)
+    with pytest.raises(ProgramError, match="tasks of 'Q'"):
+        graph.running(RunTime(symbols={"B": 5}), "Q")
+
+
+def test_starts_that_do_not_fit_are_named():
+    graph = analyse_events(moe_block(rows=4, num_experts=4), {"gate": {"e": 1, "r": 2}})
+    with pytest.raises(ProgramError, match=r"starts 'routing\.offsets' without a value"):
+        graph.running(RunTime())
+    for starts in ([0, 1], [0, 4, 2, 6, 8]):
+        with pytest.raises(ProgramError, match="expected 5 numbers that do not fall"):
+            graph.running(RunTime(starts={"routing.offsets": starts}))
+    with pytest.raises(ProgramError, match="tasks of 'nothing'"):
+        graph.tiles(RunTime(starts={"routing.offsets": [0, 4, 6, 7, 8]}), "nothing")

@@ -399,3 +399,19 @@ def test_a_hang_names_who_waits_and_who_owes():
 def test_a_queue_for_nobody():
     with pytest.raises(ProgramError, match="0 SMs"):
         make_queues(queues_of(4, 2, 3, "never").graph, 0)
+
+
+@pytest.mark.parametrize("dynamic", ["sometimes", "Never", None, True])
+def test_another_word_than_the_schedules_there_are(dynamic: object):
+    graph = analyse_events(rows_and_heads(), {})
+    with pytest.raises(ProgramError, match="expected one of auto, never, always"):
+        make_queues(graph, 2, dynamic)  # type: ignore[arg-type]
+
+
+def test_tensors_that_are_given_fit_the_program():
+    queues = make_queues(analyse_events(rows_and_heads(), {}), 2)
+    x, w = torch.ones(16, 64), torch.ones(4, 8, 64)
+    with pytest.raises(ProgramError, match="weight 'w' is missing"):
+        run_queues(queues, {"x": x})
+    with pytest.raises(ProgramError, match=r"input 'x' of shape \(5, 64\); expected \(16, 64\)"):
+        run_queues(queues, {"x": x[:5], "w": w})
