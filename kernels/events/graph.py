@@ -7,7 +7,7 @@ each. Next: verify.py.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -252,9 +252,17 @@ class EventGraph:
                 )
 
     def count(self, event: EventId, known: RunTime) -> int:
-        """Triggers that complete an event: those of tasks that run, on all ranks that count."""
-        tasks = self.producers.get(event, ())
-        return self.ranks_of[event[0]] * sum(self.runs(task, known) for task in tasks)
+        """Triggers that complete an event: those of tasks that run, on all ranks that count, each
+        of which has groups of its own where ranks share these out.
+        """
+        tasks, ranks = self.producers.get(event, ()), self.ranks_of[event[0]]
+        each = [known] if ranks == 1 else [self.on_rank(known, rank) for rank in range(ranks)]
+        return sum(self.runs(task, there) for there in each for task in tasks)
+
+    def on_rank(self, known: RunTime, rank: int) -> RunTime:
+        """The same seen from a rank of the team, which has one mesh axis."""
+        axes = {grid.rows.mesh_axis for grid in self.grids if grid.rows} - {""}
+        return replace(known, at=dict(known.at) | dict.fromkeys(axes, rank))
 
     def own_first(self, op: str, rank: int) -> list[tuple[TaskId, tuple[EventId, ...]]]:
         """Tasks of an op in the order in which a rank best runs them, and what each awaits there.

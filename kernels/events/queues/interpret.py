@@ -9,7 +9,7 @@ ended: else a CheckError, even where the values came out right. HangError where 
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -215,11 +215,14 @@ class _Machine:
                 self.write_list(region)
 
     def look_for_remote_races(self, task: TaskId) -> None:
-        """A collective must find ended on every rank what it reads there."""
+        """A collective must find ended on every rank what it reads there. Which tasks run there
+        follows from the starts that this rank knows, for all route alike.
+        """
         for event in self.graph.waits.get(task, ()):
             for rank in self.team if self.graph.sources_of[event[0]] == "all" else ():
                 for other in self.graph.producers[event]:
-                    if other not in rank.ran and self.graph.runs(other, rank.known(other)):
+                    there = replace(self.known(other), at=rank.memory.at)
+                    if other not in rank.ran and self.graph.runs(other, there):
                         raise CheckError(
                             f"race: {task[0]}[{task[1]}] ran before {other[0]}[{other[1]}] of"
                             " another rank",

@@ -32,7 +32,8 @@ COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
 
 class TileReference:
     """The tensors of one launch. Those that tasks write start as NaN, or the largest integer, those
-    that are given too as copies.
+    that are given too as copies. Where ranks share groups out and somebody reads all rows, those of
+    other ranks' groups are zeros from the start on, since the rank has no task that writes them.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class TileReference:
         self.graph, self.at, self.symbols = graph, at, symbols
         self.ops = {op.name: op for op in graph.program.ops}
         written = {access.tensor for op in graph.program.ops for access in op.writes}
+        shared = _shared_rows(graph)
         self.tensors = {n: x.clone() if n in written else x for n, x in given.items()}
         for tensor in graph.program.tensors:
             if tensor.name not in given:
                 dtype = torch_dtype(tensor.dtype)
                 floats = dtype.is_floating_point
                 fill = float("nan") if floats else torch.iinfo(dtype).max
+                fill = 0 if tensor.name in shared else fill
                 self.tensors[tensor.name] = torch.full(
                     tensor.shape, fill, dtype=dtype, device="cpu"
                 )
@@ -166,6 +169,18 @@ class TileReference:
                 if row < starts[group + 1] - starts[group]
             ]
         return list(chain(*index_ranges(index, tile, op.extents, extent)))
+
+
+def _shared_rows(graph: EventGraph) -> set[str]:
+    """Tensors of rows by groups that ranks share out, of which somebody reads all rows."""
+    whole = {op.name: op for op in graph.tasks.ops}
+    return {
+        access.tensor
+        for op in graph.program.ops
+        if op.get("group_axis", "")
+        for access, seen in zip(op.writes, whole[op.name].writes, strict=True)
+        if len(access.dims) == len(seen.dims) and any(dim.is_grouped for dim in access.dims)
+    }
 
 
 def _can_narrow(op: Op, axis: str) -> bool:

@@ -20,6 +20,7 @@ from distmega.kernels.events import (
     parse_events,
     print_events,
     run_queues,
+    run_ranks,
 )
 from distmega.kernels.events.analyse import Tilings
 from distmega.kernels.events.queues.assign import (
@@ -31,10 +32,15 @@ from distmega.kernels.events.queues.assign import (
     drains_faster,
     without_wait,
 )
+from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.text import parse_program
 from distmega.program.types import Program
-from tests.hostir.programs import run_program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import replicate, shard
+from distmega.sharding.localize import localize
+from distmega.sharding.planner import plan_program
+from tests.hostir.programs import run_program, shard_tensors
 from tests.kernels.events.test_events import GATHERED, rows_and_heads
 
 Ids = list[list[int]]
@@ -415,3 +421,27 @@ def test_tensors_that_are_given_fit_the_program():
         run_queues(queues, {"x": x})
     with pytest.raises(ProgramError, match=r"input 'x' of shape \(5, 64\); expected \(16, 64\)"):
         run_queues(queues, {"x": x[:5], "w": w})
+
+
+@pytest.mark.parametrize("num_experts", [4, 5])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_wait_for_the_experts_that_others_have(num_ranks: int, num_experts: int):
+    """A sum over ranks right behind experts that these share out: each has other tiles with rows,
+    or none.
+    """
+    program = experts(3, 1, num_experts)
+    layouts = {"wu": shard(0, "tp"), "wd": shard(0, "tp"), "down": replicate()}
+    local = localize(plan_program(program, DeviceMesh(tp=num_ranks), CPU, annotations=layouts))
+    (total,) = (op for op in local.program.ops if op.kind == "all_reduce")
+    assert total.reads[0].tensor.startswith("down")
+    tiles = {name: TILES[name] for name in ("rows", "up", "act", "down")}
+    graph = analyse_events(local.program, tiles, num_ranks=num_ranks)
+    queues = make_queues(graph, 2)
+    check_queues(queues)
+    for ids in ([[0], [0], [0]], [[3], [3], [3]], [[0], [1], [3]], [[2], [3], [2]]):
+        tensors = given(program, ids)
+        expected = run_program(program, tensors)
+        for seed in range(3):
+            parts = [shard_tensors(tensors, local, rank) for rank in local.mesh.ranks]
+            for launch in run_ranks(queues, parts, local.mesh, seed=seed):
+                torch.testing.assert_close(launch.tensors["y"], expected["y"])
