@@ -22,7 +22,7 @@ from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import HangError, ProgramError, RankFailure, UnsupportedError
 from distmega.hostir.check.check import prove_once
-from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.comm.communicator import Communicator, TeamCommunicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import HostProgram, LaunchMegakernel, LibraryOp, walk_nodes
 from distmega.hostir.ir.text import print_host
@@ -142,7 +142,7 @@ class CompiledProgram:
             )
         )
         prove_once(self.host)
-        if plan.mesh.num_ranks > 1 and (peers or self._whole):
+        if plan.mesh.num_ranks > 1 and (isinstance(comm, TeamCommunicator) or self._whole):
             require_equal(comm, f"program {plan.program.name!r}", self._fingerprints())
         kernel = open_whole(self._whole, comm, self.device) if self._whole else None
         self._kernel = kernel

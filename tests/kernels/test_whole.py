@@ -1,6 +1,7 @@
 """Whole programs as one launch a rank on CPUs: the interpreter against library ops."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from distmega.compiled import CompiledProgram, compile_plan
 from distmega.engine.ranks.agreement import require_equal
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import LaunchError, ProgramError, RankFailure, UnsupportedError
-from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.hostir.comm.communicator import GlooCommunicator, SingleCommunicator
 from distmega.kernels import runners, whole
 from distmega.kernels.machines import CPU, H200
 from distmega.program.builder import ProgramBuilder
@@ -209,6 +210,23 @@ def test_ranks_that_compile_otherwise_are_named_before_a_launch():
         LaunchError, match=r"ranks \[2\] compiled program 'p' otherwise than rank 0"
     ):
         require_equal(told("a", "a", "b"), "program 'p'", ["a"])
+
+
+class Told(GlooCommunicator):
+    """Rank 0 of two, of which the other one tells what is given."""
+
+    def __init__(self, theirs: list[str]) -> None:
+        self.mesh, self.rank, self.theirs = DeviceMesh(tp=2), 0, theirs
+
+    def all_gather_object(self, value: Any, axis: str = "") -> list[Any]:
+        return [value, self.theirs or value]
+
+
+def test_programs_of_library_ops_are_compared_too():
+    plan = plan_program(gated("a0 * a1"), DeviceMesh(tp=2), CPU)
+    CompiledProgram(plan, Told([]))
+    with pytest.raises(LaunchError, match=r"ranks \[1\] compiled program 'gated' otherwise"):
+        CompiledProgram(plan, Told(["another plan", "another program", ""]))
 
 
 def test_kernels_of_equal_programs_have_equal_fingerprints():
