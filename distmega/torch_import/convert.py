@@ -77,6 +77,10 @@ OF_STATES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 
 TENSOR_VALUES = (Handle, Constant, Spread)
 
+UNFILLED = ("aten.empty", "aten.empty_like", "aten.empty_permuted", "aten.empty_strided",
+            "aten.new_empty", "aten.new_empty_strided")  # fmt: skip
+"""Operators that leave memory as they find it, which is another content on each rank."""
+
 COMPUTING = ("aten.linear", "aten.matmul", "aten.softmax", "aten.scaled_dot_product_attention",
              "distmega.attend", "distmega.attend_rows")  # fmt: skip
 """Operators besides expressions whose results share no storage with what they read."""
@@ -302,7 +306,7 @@ class _Converter:
             return found[position]  # type: ignore[index]
         if not isinstance(node.target, torch._ops.OpOverload):
             return self.plain_call(node)
-        packet = node.target._schema.name.replace("::", ".")
+        packet = _packet(node)
         if packet in IGNORED or (not node.users and not node.target._schema.is_mutable):
             return None
         args, kwargs = self.given(node.args), self.given(node.kwargs)
@@ -409,6 +413,8 @@ class _Converter:
         }
         with torch.no_grad():
             found = node.target(*known, **named)  # type: ignore[operator]
+            if _packet(node) in UNFILLED:
+                found.zero_()
         return map_values(
             found, lambda each: Constant(each) if isinstance(each, torch.Tensor) else each
         )
@@ -748,6 +754,14 @@ def _plain(name: str) -> str:
     """A name that programs allow."""
     plain = re.sub(r"[^\w./@#-]", "_", name)
     return plain if re.match(r"\w", plain) and plain not in ("return", "program") else f"x{plain}"
+
+
+def _packet(node: fx.Node) -> str:
+    """The name of a node's operator, without that of its overload."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name.replace("::", "."))
+    return str(target)
 
 
 def _path(node: fx.Node) -> str:

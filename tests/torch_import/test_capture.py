@@ -1,5 +1,8 @@
 """Capture: states, inputs of many kinds, annotations by name, and an error for each mistake."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -266,3 +269,31 @@ def test_inputs_unlike_those_at_capture_are_refused():
     ):
         with pytest.raises(CaptureError, match=message):
             rank(*args)
+
+
+class Inner(nn.Module):
+    """Calls what it is given."""
+
+    def __init__(self, forward: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.called = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.called(x)
+
+
+def test_memory_that_nothing_fills_is_zero_at_capture_so_that_ranks_have_one_program():
+    def wrapped(x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (1, 1), mode="circular") + torch.empty(6)
+
+    programs = []
+    for filled in (False, True):  # True: torch puts NaN into such memory
+        torch.use_deterministic_algorithms(filled)
+        try:
+            programs.append(distmega.capture(Inner(wrapped), (torch.ones(2, 3, 4),)))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    one, other = programs
+    assert print_program(one.program) == print_program(other.program)
+    for name, x in other.graph.constants.items():
+        assert torch.equal(x, one.graph.constants[name]), name
