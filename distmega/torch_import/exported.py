@@ -31,6 +31,18 @@ WHOLE = (
 """Operators that are kept as they are, since programs state them exactly."""
 
 
+CHECKED = (
+    "aten.linalg_cholesky.default",
+    "aten.linalg_inv.default",
+    "aten.linalg_ldl_factor.default",
+    "aten.linalg_lu_factor.default",
+    "aten.linalg_solve.default",
+    "aten.linalg_tensorinv.default",
+)
+"""Operators that are kept as they are, since they raise errors for values that have no result;
+their parts would do so by effects beside the graph.
+"""
+
 _EXPORTING = threading.RLock()
 """torch.export patches torch while it runs: one thread at a time."""
 
@@ -94,7 +106,7 @@ def _asks_for_values(error: Exception) -> bool:
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """torch's own, but for the operators that are kept whole."""
     table: dict[Any, Callable[..., Any]] = dict(torch.export.default_decompositions())
-    return {target: rule for target, rule in table.items() if str(target) not in WHOLE}
+    return {target: rule for target, rule in table.items() if str(target) not in WHOLE + CHECKED}
 
 
 def _refused(module: nn.Module, error: Exception) -> CaptureError:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import distmega
-from distmega.errors import CaptureError, PlanError
+from distmega.errors import CaptureError, PlanError, RankFailure
 from distmega.program.text import parse_program, print_program
 from distmega.sharding.layout.placements import Shard
 from tests.torch_import.running import assert_close, call, check_module, open_ranks
@@ -297,3 +297,20 @@ def test_memory_that_nothing_fills_is_zero_at_capture_so_that_ranks_have_one_pro
     assert print_program(one.program) == print_program(other.program)
     for name, x in other.graph.constants.items():
         assert torch.equal(x, one.graph.constants[name]), name
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.inverse,
+        torch.linalg.cholesky,
+        lambda x: torch.linalg.solve(x, x + 1),
+    ],
+)
+def test_operators_that_check_their_results_are_run_and_checked(function):
+    ranks = open_ranks(distmega.capture(Inner(function), (torch.eye(4),)), 1)
+    x = torch.randn(4, 4)
+    x = x @ x.T + torch.eye(4)
+    assert_close(call(ranks, x), function(x))
+    with pytest.raises(RankFailure, match=r"singular|not positive-definite"):
+        call(ranks, torch.zeros(4, 4))
