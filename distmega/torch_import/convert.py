@@ -19,7 +19,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from distmega.errors import CaptureError
+from distmega.errors import CaptureError, ProgramError
 from distmega.hostir.library.opaque import encode_call
 from distmega.hostir.library.opaque_graph import encode_graph
 from distmega.hostir.library.opaque_text import makes_tensors, operator_name
@@ -49,6 +49,7 @@ from distmega.torch_import.regions import (
     number_sources,
     order_nodes,
 )
+from distmega.torch_import.source_lines import line_of_node
 
 IGNORED = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_scalar",
            "aten.sym_constrain_range", "aten.sym_constrain_range_for_size")  # fmt: skip
@@ -219,10 +220,14 @@ class _Converter:
         parts = list(order_nodes(nodes, known, _computes))
         self.number_nodes(parts, last)
         for part in parts:
-            if isinstance(part, OpaqueRegion):
-                self.run_region(part)
-            else:
-                self.values[part] = self.call(part)
+            first = part.nodes[0] if isinstance(part, OpaqueRegion) else part
+            try:
+                if isinstance(part, OpaqueRegion):
+                    self.run_region(part)
+                else:
+                    self.values[part] = self.call(part)
+            except (CaptureError, ProgramError) as error:
+                raise _located(error, first) from error
         return self.finish(last)
 
     def number_nodes(self, parts: Sequence[fx.Node | OpaqueRegion], last: fx.Node) -> None:
@@ -246,7 +251,7 @@ class _Converter:
             case InputKind.USER_INPUT:
                 return self.user_input(node)
         raise CaptureError(
-            f"{self.name}: an input of kind {spec.kind.name}",
+            f"{self.name}: an input of kind {spec.kind.name}{_effects(node)}",
             expected="tensors, parameters and buffers",
             remedy="keep other objects out of the module's forward",
         )
@@ -740,7 +745,13 @@ def _results(node: fx.Node) -> list[NodeResult]:
 
 
 def _as_result(value: torch.Tensor, name: str) -> NodeResult:
-    """Shape and type. CaptureError for a shape that isn't known."""
+    """Shape and type. CaptureError for a shape that isn't known, and for a sparse tensor."""
+    if value.layout is not torch.strided:
+        raise CaptureError(
+            f"{name} is a {str(value.layout).removeprefix('torch.')} tensor",
+            expected="dense tensors",
+            remedy="use to_dense() before, or keep this part out of what is captured",
+        )
     if not all(type(extent) is int for extent in value.shape):
         raise CaptureError(
             f"{name} has the shape {tuple(value.shape)}",
@@ -754,6 +765,21 @@ def _plain(name: str) -> str:
     """A name that programs allow."""
     plain = re.sub(r"[^\w./@#-]", "_", name)
     return plain if re.match(r"\w", plain) and plain not in ("return", "program") else f"x{plain}"
+
+
+def _located(error: CaptureError | ProgramError, node: fx.Node) -> CaptureError:
+    """The error with the operator that it is about, and the line of the module that calls it."""
+    name = "" if _packet(node) in error.found else f", in {node.target}"
+    where = line_of_node(node.meta.get("stack_trace") or "")
+    return CaptureError(f"{error.found}{name}{where}", expected=error.expected, remedy=error.remedy)
+
+
+def _effects(node: fx.Node) -> str:
+    """Operators that have effects beside the graph, which their order by tokens shows."""
+    users = [user for user in node.users if "with_effects" in str(user.target)]
+    return "".join(
+        f", for {user.args[1]}{line_of_node(user.meta.get('stack_trace') or '')}" for user in users
+    )
 
 
 def _packet(node: fx.Node) -> str:

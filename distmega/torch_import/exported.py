@@ -5,6 +5,7 @@ operators are torch's core ones and those that programs state whole. Next on the
 then convert.py.
 """
 
+import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch.export import ExportedProgram
 
 from distmega.errors import CaptureError
 from distmega.torch_import.repeats import Layer, find_kinds, folded, unfold
+from distmega.torch_import.source_lines import line_of_error
 
 WHOLE = (
     "aten.linear.default",
@@ -30,7 +32,6 @@ WHOLE = (
 )
 """Operators that are kept as they are, since programs state them exactly."""
 
-
 CHECKED = (
     "aten.linalg_cholesky.default",
     "aten.linalg_inv.default",
@@ -42,6 +43,9 @@ CHECKED = (
 """Operators that are kept as they are, since they raise errors for values that have no result;
 their parts would do so by effects beside the graph.
 """
+
+UNKNOWN_TYPE = re.compile(r"(?:Found|Unsupported input type) <class '([^']*)'>")
+"""How torch.export names a class that it can't take apart."""
 
 _EXPORTING = threading.RLock()
 """torch.export patches torch while it runs: one thread at a time."""
@@ -111,7 +115,14 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 def _refused(module: nn.Module, error: Exception) -> CaptureError:
     reason = " ".join(str(error).split())[:400] or type(error).__name__
-    name = type(module).__name__
+    name = f"{type(module).__name__}{line_of_error(error)}"
+    if found := UNKNOWN_TYPE.search(reason):
+        return CaptureError(
+            f"{name}: an instance of {found[1]} among its arguments or results",
+            expected="tensors, numbers, and tuples, lists and dicts of these",
+            remedy="use one of these, or say what the class holds: "
+            "torch.export.register_dataclass(...)",
+        )
     if "data-dependent" in reason or "GuardOnDataDependent" in type(error).__name__:
         return CaptureError(
             f"{name}: its control flow or shapes depend on data ({reason})",

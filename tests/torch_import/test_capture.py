@@ -1,6 +1,9 @@
 """Capture: states, inputs of many kinds, annotations by name, and an error for each mistake."""
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,7 +250,7 @@ class Failing(nn.Module):
         (lambda: distmega.capture(nn.Linear(4, 2), (torch.ones(3),)), "torch.export refused it"),
         (
             lambda: distmega.capture(nn.Linear(4, 2), (torch.ones(3, 4).long(),)),
-            "of i64, f32, f32;",
+            "of i64, f32, f32 at ",
         ),
         (lambda: distmega.capture(nn.Linear(4, 2), ()), "missing .*required .*argument"),
         (lambda: distmega.capture(nn.Linear(4, 2), torch.ones(4)), r"write capture\(module, \(x,"),
@@ -271,8 +274,11 @@ def test_inputs_unlike_those_at_capture_are_refused():
             rank(*args)
 
 
+CALLED = "        return self.called(x)"
+
+
 class Inner(nn.Module):
-    """Calls what it is given."""
+    """Calls what it is given, in the line CALLED."""
 
     def __init__(self, forward: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -280,6 +286,54 @@ class Inner(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.called(x)
+
+
+class Outer(nn.Module):
+    def __init__(self, forward: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(3, 3), Inner(forward)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(self.linear(x))
+
+
+def _quantized(x: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (torch.Tensor.to_sparse, r"a sparse_coo tensor, in aten\._to_sparse\.default at {line};"),
+        (lambda x: x + 1 if x.sum() > 0 else x, "Outer at {here}.*: its control flow"),
+        (lambda x: x @ torch.ones(5, 2), "Outer at {here}.*: torch.export refused it"),
+        (lambda x: nn.functional.linear(x, torch.ones(2, 3).half()), r"aten\.linear .* at {here}"),
+        (_quantized, r"torch\.qint8 .*, in aten\.quantize_per_tensor\.default at {here}"),
+    ],
+)
+def test_errors_name_the_line_of_the_module_s_source(function, message: str):
+    line = 1 + Path(__file__).read_text().splitlines().index(CALLED)
+    places = {"line": re.escape(f"{__file__}:{line}"), "here": re.escape(f"{__file__}:")}
+    with pytest.raises(CaptureError, match=message.format(**places)):
+        distmega.capture(Outer(function), (torch.ones(2, 3),))
+
+
+@dataclass
+class Pair:
+    """A class of results."""
+
+    a: Tensor
+    b: Tensor
+
+
+def test_a_class_that_torch_can_not_take_apart_is_named_and_a_registered_one_is_given():
+    module = Inner(lambda x: Pair(x + 1, x @ x))
+    with pytest.raises(CaptureError, match=r"an instance of .*Pair among .*register_dataclass"):
+        distmega.capture(module, (torch.ones(3, 3),))
+    torch.export.register_dataclass(Pair)
+    found = distmega.capture(module, (torch.ones(3, 3),)).compile()(torch.eye(3))
+    assert isinstance(found, Pair)
+    assert torch.equal(found.b, torch.eye(3))
 
 
 def test_memory_that_nothing_fills_is_zero_at_capture_so_that_ranks_have_one_program():
