@@ -27,6 +27,12 @@ def match_annotations(program: Program, patterns: Mapping[str, Layout]) -> dict[
     names = [tensor.name for tensor in program.tensors if tensor.role != "temp"]
     found: dict[str, Layout] = {}
     for pattern, layout in patterns.items():
+        if not isinstance(pattern, str):
+            raise PlanError(
+                f"annotation of {pattern!r}",
+                expected="a pattern of names",
+                remedy='write {"*.up_proj.weight": shard(0, "tp")}',
+            )
         matched = [name for name in names if fnmatchcase(name, pattern)]
         matched = matched or [name for name in names if fnmatchcase(name, f"{pattern}.*")]
         if not matched:

@@ -30,6 +30,9 @@ from distmega.torch_import.annotations import match_annotations
 from distmega.torch_import.convert import Empty, Graph, Late, Output, Shared, convert
 from distmega.torch_import.exported import export_module
 
+Signature = tuple[tuple[object, object], ...]
+"""Of each flat input its shape and type, or its class and how it prints."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
@@ -39,16 +42,17 @@ class Captured:
         graph: The program, and how its inputs and outputs follow from the module's.
         tensors: Weights and the first values of states, by name; they are the module's own.
         module: What was captured.
-        signature: Shapes and types of the inputs.
+        signature: Shapes and types of inputs that are tensors; the others, which the program has as
+            they are.
         in_spec: How torch flattens arguments.
         out_spec: How torch flattens results.
-        dynamic: Inputs of other shapes are captured when they first come.
+        dynamic: Inputs of other shapes, and other numbers, are captured when they first come.
     """
 
     graph: Graph
     tensors: Mapping[str, Tensor]
     module: nn.Module
-    signature: tuple[object, ...]
+    signature: Signature
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     dynamic: bool = False
@@ -117,14 +121,14 @@ class CapturedModule:
         machine = H200 if torch.device(device).type == "cuda" else CPU
         self.plan = captured.plan(mesh, machine, annotations)
         self._persistent: dict[str, Tensor] = {}
-        self._steps: dict[tuple[object, ...], _CapturedStep] = {
+        self._steps: dict[Signature, _CapturedStep] = {
             captured.signature: self._open(captured, self.plan)
         }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives; results that are views of inputs are so here. CaptureError for
-        inputs that don't fit those it was captured with, and for one that the module overwrites
-        while another lies in the same memory.
+        inputs that don't fit those it was captured with, other numbers among them, and for one that
+        the module overwrites while another lies in the same memory.
         """
         flat, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.captured.in_spec:
@@ -179,15 +183,15 @@ class CapturedModule:
         self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> "_CapturedStep":
         """The program for inputs of these shapes; captured anew for others, if that is allowed."""
-        tensors = [x for x in flat if isinstance(x, Tensor)]
         key = _signature(flat)
         if key in self._steps:
             return self._steps[key]
         if not self.captured.dynamic:
             raise CaptureError(
-                f"inputs {_described(tensors)}",
+                f"inputs {_described(flat)}",
                 expected=f"inputs like those at capture: {_wanted(self.captured)}",
-                remedy="capture with dynamic=True, or give tensors of these shapes and types",
+                remedy="capture with dynamic=True, or give tensors of these shapes and types, and "
+                "all else as it was",
             )
         captured = capture(self.captured.module, args, kwargs, dynamic=True)
         layouts = {
@@ -265,7 +269,9 @@ def capture(
 
     args, kwargs: example inputs; their values do not matter. Parameters become weights, buffers
     that forward updates become states, operators of torch that programs do not state stay opaque.
-    dynamic: a CapturedModule takes inputs of other shapes too, each captured when first seen.
+    Numbers, texts and other inputs that are no tensors are part of the program.
+    dynamic: a CapturedModule takes inputs of other shapes and other numbers too, each captured when
+    first seen.
     The module runs as it is, in training or evaluation mode. CaptureError says what torch.export
     refused, and what programs can't hold.
     """
@@ -335,9 +341,11 @@ def _torch_type(name: str) -> torch.dtype:
     return dtype
 
 
-def _signature(flat: Iterable[object]) -> tuple[object, ...]:
-    """Shapes and types of the tensors among flat inputs."""
-    return tuple((tuple(x.shape), x.dtype) for x in flat if isinstance(x, Tensor))
+def _signature(flat: Iterable[object]) -> Signature:
+    """Shapes and types of the tensors among flat inputs; what else there is, as it prints."""
+    return tuple(
+        (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (type(x), repr(x)) for x in flat
+    )
 
 
 def _described(values: Sequence[object]) -> str:
@@ -351,5 +359,6 @@ def _described(values: Sequence[object]) -> str:
 
 
 def _wanted(captured: Captured) -> str:
-    inputs = captured.program.with_role("input")
-    return ", ".join(f"{x.name} {x.dtype}{list(x.shape)}" for x in inputs) or "none"
+    inputs = [f"{x.name} {x.dtype}{list(x.shape)}" for x in captured.program.with_role("input")]
+    others = [str(text) for kind, text in captured.signature if isinstance(kind, type)]
+    return ", ".join([*inputs, *others]) or "none"

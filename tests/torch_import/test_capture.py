@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import distmega
 from distmega.errors import CaptureError, PlanError, RankFailure
 from distmega.program.text import parse_program, print_program
-from distmega.sharding.layout.placements import Shard
+from distmega.sharding.layout.placements import Layout, Shard
 from tests.torch_import.running import assert_close, call, check_module, open_ranks
 
 
@@ -230,6 +230,8 @@ def test_annotations_go_by_patterns_of_names():
         captured.plan(annotations={"*.up_prj.weight": distmega.replicate()})
     with pytest.raises(PlanError, match="expected a mapping of patterns"):
         captured.plan(annotations=["*.up_proj.weight"])
+    with pytest.raises(PlanError, match="annotation of 3; expected a pattern"):
+        captured.plan(annotations={3: Layout()})
 
 
 class Branching(nn.Module):
@@ -272,6 +274,29 @@ def test_inputs_unlike_those_at_capture_are_refused():
     ):
         with pytest.raises(CaptureError, match=message):
             rank(*args)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, by: float = 2, how: str = "times", shift: Any = None) -> Tensor:
+        x = x * by if how == "times" else x / by
+        return x if shift is None else x + shift
+
+
+def test_other_numbers_than_at_capture_are_refused_or_captured_anew():
+    x, module = torch.randn(3), Scaled()
+    (fixed,) = open_ranks(distmega.capture(module, (x, 2)), 1)
+    (dynamic,) = open_ranks(distmega.capture(module, (x, 2), dynamic=True), 1)
+    assert_close(fixed(x, 2), x * 2)
+    for by in (5, 2.0, True, float("nan"), 2, 5):
+        assert_close(dynamic(x, by), module(x, by))
+    for by in (5, 2.0, True):
+        with pytest.raises(CaptureError, match=rf"inputs float32\[3\], {by}; .*f32\[3\], 2; capt"):
+            fixed(x, by)
+    (named,) = open_ranks(distmega.capture(module, (x,), {"how": "over", "shift": None}), 1)
+    assert_close(named(x, how="over", shift=None), x / 2)
+    for how, shift in (("times", None), ("over", 1), ("over", x)):
+        with pytest.raises(CaptureError, match="expected inputs like those at capture"):
+            named(x, how=how, shift=shift)
 
 
 CALLED = "        return self.called(x)"
