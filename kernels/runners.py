@@ -14,13 +14,11 @@ from torch import Tensor
 
 from distmega.errors import UnsupportedError
 from distmega.kernels import late
-from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.plan.encoded import EncodedQueues, fold_queues, unfold_queues
 from distmega.kernels.hopper.plan.matrices import count_rows
 from distmega.kernels.hopper.plan.types import RowQueues
-from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
 from distmega.kernels.runtime.stepping import SteppingRunner
@@ -71,9 +69,11 @@ def plan_hopper(
     team_rank, num_ranks = (team.team_rank, team.size) if team else (0, 1)
     all_sms = require_hopper(device)
     several = partial(
-        build_batch_queues, segment, weights, states, all_sms, team_rank, divided, most_rows
+        late.build_batch_queues, segment, weights, states, all_sms, team_rank, divided, most_rows
     )
-    one = partial(build_queues, segment, weights, states, all_sms, team_rank, mode, divided=divided)
+    one = partial(
+        late.build_queues, segment, weights, states, all_sms, team_rank, mode, divided=divided
+    )
     queues: Queues = several() if count_rows(segment) > 1 else first_that_can(one, several)
     if queues.num_ranks != num_ranks:
         raise UnsupportedError(

@@ -15,7 +15,7 @@ from distmega.collecting import gc_paused
 from distmega.errors import PlanError
 from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Op, Program, accesses
-from distmega.sharding.explain import explain_plan
+from distmega.sharding import late
 from distmega.sharding.finalize import finalize_allocations, finalize_loops
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import (
@@ -79,7 +79,7 @@ class Plan(PlanFacts):
         """Every tensor and op, axis by axis: what was chosen, what it costs, and what else was
         possible; ops of equal layers once.
         """
-        return explain_plan(self)
+        return late.explain_plan(self)
 
 
 class _Planner:

@@ -13,17 +13,15 @@ from itertools import dropwhile
 from distmega.collecting import gc_paused
 from distmega.engine.requests import DEFAULT_CONTEXT, EngineOptions, Experts
 from distmega.errors import PlanError, RequestError, argument
+from distmega.hostir import late as host_late
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.lower.join_products import join_products
-from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.pipeline import StagePart, link_stage
-from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.passes.resize import resized_ops
+from distmega.kernels import late as kernels_late
 from distmega.kernels.hopper.plan.experts import is_of_experts
 from distmega.kernels.hopper.plan.weight_order import order_weights
-from distmega.kernels.isa.lowering import is_encodable
 from distmega.kernels.machines import CPU
-from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena, tensor_space
 from distmega.kernels.tasks.cost import segment_us
 from distmega.kernels.ugraphs.geometry import pays
@@ -110,11 +108,11 @@ class StagePlan:
         megakernel shall do; kept: those that no rule replaces.
         """
         on_cpu = self.plan.machine == CPU
-        return lower_program(
+        return host_late.lower_program(
             replace(local, mesh=self.mesh),
             megakernel=megakernel,
             peer_memory=peer_memory,
-            is_encodable=is_encodable if on_cpu else _is_for_gpu,
+            is_encodable=kernels_late.is_encodable if on_cpu else _is_for_gpu,
             apart=apart,
             fuse=not on_cpu,
             rules=self.rules,
@@ -128,7 +126,7 @@ def _is_for_gpu(
     op: Op, tensors: Mapping[str, Tensor], strides: Mapping[str, tuple[int, ...]]
 ) -> bool:
     """Whether a megakernel on a GPU may do an op; which programs it does its queues tell."""
-    return is_of_experts(op) or is_encodable(op, tensors, strides)
+    return is_of_experts(op) or kernels_late.is_encodable(op, tensors, strides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,26 +383,11 @@ def lower_decode(
         method=method,
         staged=staged,
         local=local,
-        host=run_passes(link_stage([StagePart(stage=staged.stage, host=host)])),
+        host=host_late.run_passes(link_stage([StagePart(stage=staged.stage, host=host)])),
         weights=arenas[Space.WEIGHT],
         states=arenas[Space.STATE],
         peer_memory=peer_memory,
     )
-
-
-def compile_kernels(decode_plan: DecodePlan, num_sms: int) -> Mapping[str, Megakernel]:
-    """Task graph, schedule, proof and device words of each segment of the host program."""
-    return {
-        segment.name: compile_megakernel(
-            segment,
-            decode_plan.staged.mesh,
-            num_sms=num_sms,
-            weights=decode_plan.weights,
-            states=decode_plan.states,
-            mode=decode_plan.options.events,
-        )
-        for segment in decode_plan.host.segments
-    }
 
 
 def lower_library_decode(decode_plan: DecodePlan) -> HostProgram:
@@ -419,7 +402,7 @@ def lower_library_decode(decode_plan: DecodePlan) -> HostProgram:
         outputs = tuple(dict.fromkeys((*program.outputs, PEAKS)))
         local = replace(local, program=replace(local.program, outputs=outputs))
     host = staged.lower(local, megakernel=False, peer_memory=False)
-    return run_passes(link_stage([StagePart(stage=staged.stage, host=host)]))
+    return host_late.run_passes(link_stage([StagePart(stage=staged.stage, host=host)]))
 
 
 def num_micro_batches(decode_plan: DecodePlan) -> int:
@@ -452,14 +435,14 @@ def lower_prefill(decode_plan: DecodePlan, num_tokens: int, logits: Logits) -> H
     wanted = num_micro_batches(decode_plan)
     if wanted == 1:
         parts = [_prefill_part(decode_plan, num_tokens, 1, logits, prompt=True)]
-        return run_passes(link_stage(parts))
+        return host_late.run_passes(link_stage(parts))
     size = -(-num_tokens // wanted)
     count, rest = divmod(num_tokens, size)
     parts = [_prefill_part(decode_plan, size, count, logits)]
     if rest:
         parts.append(_prefill_part(decode_plan, rest, 1, logits))
     by_rows = ("tokens", "positions", *(["logits"] if logits == "all" else []))
-    return run_passes(link_stage(parts, dict.fromkeys(by_rows, 0)))
+    return host_late.run_passes(link_stage(parts, dict.fromkeys(by_rows, 0)))
 
 
 def _prefill_part(

@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from distmega.engine import late
 from distmega.engine.calls import Calls, require_tokens
 from distmega.engine.decode_plan import (
     DecodePlan,
-    compile_kernels,
     lower_decode,
     lower_library_decode,
     plan_decode,
@@ -48,18 +48,15 @@ from distmega.errors import (
 from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.hostir.comm.plain import Plain
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.lower.join_products import SPAN
 from distmega.hostir.lower.pipeline import FREE
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
 from distmega.kernels.cpu.peer import peer_memory_problem
-from distmega.kernels.cpu.runner import CpuMegakernel, gather_along, open_peers
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import CPU, H200
-from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.runners import (
     FoldedQueues,
     Queues,
@@ -152,13 +149,13 @@ class Engine:
         self._persistent = {**weights, **states}
         self._slots = _slots_of(states, options.batch)
         self._sample_inputs = _sampling_inputs(self._method, options.batch, self.device)
-        self._runners: dict[str, CpuMegakernel] = {}
+        self._runners: dict[str, late.CpuMegakernel] = {}
         self.stepping: SteppingRunner | None = None
         """Steps of a GPU that choose the tokens of the next: the decode kernel's, several in one
         launch, or where it does not run and the GPU is alone a graph's.
         """
         tell("preparing the decode step")
-        self._decode = self._open_gpu(options) if on_gpu else self._open_cpu(options)
+        self._decode = self._open_gpu(options) if on_gpu else self._open_cpu()
         if self.stepping is not None:
             self.stepping.prepare()
         coordinate, allocations = mesh.coordinate(comm.rank), self.decode_plan.local.allocations
@@ -570,9 +567,8 @@ class Engine:
                 remedy=f"shorten the text or raise {argument('max_context')}",
             )
 
-    def _open_cpu(self, options: EngineOptions) -> Evaluator:
-        kernels = compile_kernels(self.decode_plan, options.num_sms)
-        self._runners = {name: self._runner(kernel, options) for name, kernel in kernels.items()}
+    def _open_cpu(self) -> Evaluator:
+        self._runners = late.open_kernels(self.decode_plan, self.comm, self._weights, self._states)
         return self._evaluator(self.decode_plan.host, self._runners)
 
     def _open_gpu(self, options: EngineOptions) -> Evaluator | LibrarySteps:
@@ -705,22 +701,6 @@ class Engine:
         peer_memory = self.decode_plan.peer_memory
         folded = self._kept.get("queues", (peer_memory, position), make)
         return made[0] if made else unfold(folded, plan)
-
-    def _runner(self, kernel: Megakernel, options: EngineOptions) -> CpuMegakernel:
-        rank = self.comm.rank
-
-        def gather(value: Plain) -> Sequence[object]:
-            return gather_along(self.comm, kernel.team_axes, value)
-
-        return CpuMegakernel(
-            kernel,
-            rank=rank,
-            weights_arena=self._weights,
-            state_arena=self._states,
-            peers=open_peers(kernel, rank, gather),
-            seed=options.interleave_seed or None,
-            timeout_s=options.timeout_s,
-        )
 
 
 def _keep_key(key: object, make: Callable[[], str]) -> str:

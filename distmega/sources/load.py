@@ -12,9 +12,6 @@ from pathlib import Path
 from distmega.errors import ModelError
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import AnyDecoder
-from distmega.models.gguf.config import config_from_gguf
-from distmega.models.gguf.file import open_gguf
-from distmega.models.gguf.source import read_gguf
 from distmega.models.text.tokenizer import Tokenizer, byte_tokenizer
 from distmega.models.weights.random_source import RandomReader
 from distmega.models.weights.tensors import RopeTableReader, WeightReader, weight_specs
@@ -86,9 +83,9 @@ def _open_other(location: Location, config: AnyDecoder) -> ModelSource:
 
 
 def _open_gguf(location: Location) -> ModelSource:
-    file = open_gguf(location.path)
-    config = config_from_gguf(file)
-    readers = read_gguf(file, config)
+    file = late.open_gguf(location.path)
+    config = late.config_from_gguf(file)
+    readers = late.read_gguf(file, config)
     return _source(
         location, config, readers, lambda: late.tokenizer_from_gguf(file.metadata, config.eos_ids)
     )

@@ -15,9 +15,6 @@ from typing import Literal
 from distmega.errors import ModelError, UnknownModelError
 from distmega.models.decoder import AnyDecoder
 from distmega.models.fields import read_json
-from distmega.models.gguf.config import config_from_gguf
-from distmega.models.gguf.file import open_gguf
-from distmega.models.huggingface.config import config_from_hf
 from distmega.models.huggingface.hub import hub_folder, is_hub_id
 from distmega.models.presets import PRESETS
 from distmega.sources import late
@@ -107,14 +104,14 @@ def config_at(location: Location) -> AnyDecoder:
     if location.kind == "preset":
         return PRESETS[location.name]
     if location.kind == "gguf":
-        return config_from_gguf(open_gguf(location.path))
+        return late.config_from_gguf(late.open_gguf(location.path))
     folder = location.path if location.kind == "folder" else location.path.parent
     path = folder / _CONFIG if location.kind == "folder" else location.path
     fields, further = read_json(path), tuple[int, ...]()
     if (folder / _GENERATION).is_file():
         further = read_json(folder / _GENERATION).token_ids("eos_token_id")
     try:
-        config = config_from_hf(fields)
+        config = late.config_from_hf(fields)
     except UnknownModelError as error:
         ids = tuple(dict.fromkeys(fields.token_ids("eos_token_id") + further))
         return _other_decoder(path, ids, error)

@@ -21,6 +21,7 @@ from distmega.superopt.graph.cost import graph_us, kernel_us, program_us, work_o
 from distmega.superopt.graph.regrid import Parts, free_axes, regrid_kernel, with_kernels
 from distmega.superopt.graph.text import parse_graph, print_graph
 from distmega.superopt.graph.ugraph import (
+    LOOPS,
     SHARED_BYTES,
     Kernel,
     UGraph,
@@ -29,7 +30,6 @@ from distmega.superopt.graph.ugraph import (
 )
 from distmega.superopt.proof.equivalence import axis_parts, confirm
 from distmega.superopt.rules import RewriteRule
-from distmega.superopt.search.schedule import SearchLimits
 from distmega.superopt.symbols import (
     find_symbols,
     graph_with_constants,
@@ -197,7 +197,7 @@ def _divisions(graph: UGraph, kernel: Kernel) -> Iterator[Kernel]:
     extents = joint_extents(graph)
     looped = kernel.loop[0] if kernel.loop else ""
     axes = [axis for axis in free_axes(graph, kernel) if axis != looped]
-    loops = [n for n in (1, *SearchLimits().loops) if looped and extents[looped] % n == 0] or [1]
+    loops = [n for n in (1, *LOOPS) if looped and extents[looped] % n == 0] or [1]
     loops = [n for n in loops if n == 1 or extents[looped] // n >= LEAST_TILE] or loops
     for parts in product(*(_counts(extents[axis]) for axis in axes)):
         if math.prod(parts) <= MOST_BLOCKS:

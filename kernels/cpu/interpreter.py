@@ -20,9 +20,9 @@ from distmega.errors import HangError, RankFailure
 from distmega.kernels.cpu.peer import Peers
 from distmega.kernels.isa.encoding import Encoded, Header, Words, unpack
 from distmega.kernels.isa.events import name_task, tasks_signalling
+from distmega.kernels.isa.memory import RankMemory
 from distmega.kernels.isa.opcodes import ExtraOperand, Instruction, touches_peers
 from distmega.kernels.isa.reference import Run, bind
-from distmega.kernels.runtime.memory import RankMemory
 
 SPIN_POLLS = 100
 SLEEP_S = 50e-6

@@ -16,9 +16,10 @@ from distmega.hostir.ir.nodes import segment_args
 from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.cpu.interpreter import RankInterpreter
 from distmega.kernels.cpu.peer import Gather, Peers, PeerSizes, local_peers, share_peers
+from distmega.kernels.isa.memory import RankMemory
 from distmega.kernels.megakernel import Megakernel
 from distmega.kernels.runtime.arena import PEER_BUFFERS, Space, tensor_space
-from distmega.kernels.runtime.memory import RankMemory, allocate_arena, operand_view
+from distmega.kernels.runtime.memory import allocate_arena, operand_view
 
 POISON = 0xFF
 """Byte that makes every float a NaN and every index negative."""

@@ -16,6 +16,7 @@ from distmega.hostir.library import ops as library
 from distmega.hostir.library.experts import grouped_linear as multiply_groups
 from distmega.kernels.isa import opcodes
 from distmega.kernels.isa.encoding import unpack_expression
+from distmega.kernels.isa.memory import RankMemory, peer_view
 from distmega.kernels.isa.opcodes import (
     ATTENDED,
     COMBINES,
@@ -27,7 +28,6 @@ from distmega.kernels.isa.opcodes import (
     Instruction,
     Ref,
 )
-from distmega.kernels.runtime.memory import RankMemory, peer_view
 from distmega.program.kinds import widen
 from distmega.program.ops import experts, sampling
 from distmega.program.ops.attention import append_values, attention_values, rope_values

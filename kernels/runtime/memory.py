@@ -2,19 +2,16 @@
 
 In: layouts and operands of arena.py. Out: tensors that share the arena's storage. Whoever allocates
 an arena loads weights straight into its views; library ops and megakernels then work on the same
-memory. Next on the walk: reference.py.
+memory. Next on the walk: ../isa/reference.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from distmega.errors import RequestError
 from distmega.hostir.library.torch_types import torch_dtype
-from distmega.kernels.isa.encoding import Words
-from distmega.kernels.isa.opcodes import Ref
 from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, ArenaLayout, Operand
 from distmega.program import types as program
 from distmega.program.dtypes import item_bytes
@@ -44,7 +41,7 @@ def allocate_arena(layout: ArenaLayout, copies: int = 1, device: str = "cpu") ->
 def arena_views(layout: ArenaLayout, arena: Tensor) -> dict[str, Tensor]:
     """The tensors of an arena by name, as views of its memory."""
     return {
-        name: _typed(
+        name: typed_view(
             arena, tensor.dtype, layout.offset(name), 0, tensor.shape, packed_strides(tensor.shape)
         )
         for name, tensor in layout.tensors.items()
@@ -54,7 +51,7 @@ def arena_views(layout: ArenaLayout, arena: Tensor) -> dict[str, Tensor]:
 def spanning_view(layout: ArenaLayout, arena: Tensor, tensor: program.Tensor, first: str) -> Tensor:
     """What begins where tensor `first` of the arena does and may reach over those behind it."""
     strides = packed_strides(tensor.shape)
-    return _typed(arena, tensor.dtype, layout.offset(first), 0, tensor.shape, strides)
+    return typed_view(arena, tensor.dtype, layout.offset(first), 0, tensor.shape, strides)
 
 
 def operand_view(arenas: Sequence[Tensor], operand: Operand) -> Tensor:
@@ -62,12 +59,12 @@ def operand_view(arenas: Sequence[Tensor], operand: Operand) -> Tensor:
     of Space.
     """
     arena = arenas[operand.space]
-    return _typed(
+    return typed_view(
         arena, operand.dtype, operand.offset_bytes, operand.first, operand.shape, operand.strides
     )
 
 
-def _typed(
+def typed_view(
     arena: Tensor,
     dtype: str,
     offset_bytes: int,
@@ -75,34 +72,7 @@ def _typed(
     shape: Sequence[int],
     strides: Sequence[int],
 ) -> Tensor:
+    """A view of an arena that begins `first` elements behind offset_bytes; strides: in elements."""
     flat = arena.view(torch_dtype(dtype))
     offset = offset_bytes // item_bytes(dtype) + first + flat.storage_offset()
     return flat.as_strided(tuple(shape), tuple(strides), offset)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """What the instructions of one rank reach.
-
-    arenas: weight, state, activation and peer arena of this rank, in the order of Space. teams: for
-    each mesh axis the peer arenas of this rank's team, in rank order. coordinate: this rank's index
-    along each mesh axis, which is its rank in that team. constants: the constant table.
-    """
-
-    arenas: tuple[Tensor, ...]
-    teams: tuple[tuple[Tensor, ...], ...]
-    coordinate: tuple[int, ...]
-    constants: Words
-
-    def view(
-        self, ref: Ref, shape: Sequence[int], strides: Sequence[int], first: int = 0
-    ) -> Tensor:
-        """An operand of an instruction, `first` elements further on."""
-        return peer_view(self.arenas[ref.space], ref, shape, strides, first)
-
-
-def peer_view(
-    arena: Tensor, ref: Ref, shape: Sequence[int], strides: Sequence[int], first: int = 0
-) -> Tensor:
-    """An operand in a given arena of its space: that of another rank, say."""
-    return _typed(arena, ref.dtype, ref.base * ALIGNMENT_BYTES, ref.first + first, shape, strides)

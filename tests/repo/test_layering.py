@@ -270,14 +270,37 @@ def test_docstrings_name_files_that_exist():
     assert not missing
 
 
-def test_explaining_a_plan_needs_no_torch():
+def loaded_with(*names: str) -> set[str]:
+    """Modules that are imported with these, but for those that are late."""
     graph, seen = import_graph(late=False), set[str]()
-    left = ["distmega.cli.main", "distmega.cli.explain"]
+    left = [*names]
     while left:
         module = left.pop()
         if module not in seen:
             seen.add(module)
             left += graph[module]
+    return seen
+
+
+NOT_AT_START = (
+    "distmega.hostir.lower.lower", "distmega.hostir.passes.passes", "distmega.kernels.cpu.runner",
+    "distmega.kernels.hopper.batch_plan.queues", "distmega.kernels.hopper.row_plan",
+    "distmega.kernels.isa", "distmega.kernels.megakernel", "distmega.kernels.records",
+    "distmega.models.gguf", "distmega.sharding.explain",
+    "distmega.superopt.search.schedule",
+)  # fmt: skip
+"""What a rank that is to generate loads when it is asked for, if at all: a GPU whose plans are kept
+answers without.
+"""
+
+
+def test_a_rank_starts_without_what_it_may_not_need():
+    started = loaded_with("distmega.engine.ranks.jobs", "distmega.launch.local_rank")
+    assert not [module for module in sorted(started) if _within(module, NOT_AT_START)]
+
+
+def test_explaining_a_plan_needs_no_torch():
+    seen = loaded_with("distmega.cli.main", "distmega.cli.explain")
     heavy = [
         f"{module} imports {found.target}"
         for module in sorted(seen)

@@ -26,6 +26,8 @@ OP_KINDS = ("map", "contract", "sum", "max", "min", "cat")
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that one block may have on compute capability 9.0."""
+LOOPS = (2, 4, 8, 16, 32, 64)
+"""Iterations of a kernel's loop that are tried, beside none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from distmega.superopt.graph.cost import (
     kernel_us,
     num_functions,
 )
-from distmega.superopt.graph.ugraph import SHARED_BYTES, Stage, rescaling_operands
+from distmega.superopt.graph.ugraph import LOOPS, SHARED_BYTES, Stage, rescaling_operands
 from distmega.superopt.search.egraph import EGraph
 from distmega.superopt.search.generate import OpChoice, Recipe
 
@@ -48,7 +48,7 @@ class SearchLimits:
     max_recipes: int = 40000
     num_scheduled: int = 250
     num_kept: int = 12
-    loops: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    loops: tuple[int, ...] = LOOPS
     splits: tuple[int, ...] = (4, 8, 16, 32, 64)
     max_blocks: int = 2048
     shared_bytes: int = SHARED_BYTES
