@@ -195,7 +195,7 @@ def fused(program: Program) -> list[object]:
                 tensors = number(op.q, op.k, op.v, op.positions, op.table, op.k_cache, op.v_cache)
                 found.append((op.scale, op.window, op.q_norm, op.k_norm, tensors, number(op.out)))
             case FusedChoice():
-                found.append(("choice", number(op.source, op.logits, op.token), op.vocab))
+                found.append(("choice", number(op.source, op.logits, op.chosen), op.num_logits))
     return found
 
 
