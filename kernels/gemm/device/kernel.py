@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from distmega.kernels.gemm.device.arguments import Boxes, Helpers, Sends, SliceRing, TileGrid
 from distmega.kernels.gemm.device.events import (
@@ -362,9 +361,6 @@ def matmul_kernel(a, own, b, other, out, home, partials, k_tiles, chunk_rows, co
     Sends. num_helpers, given, fewer: see Helpers. memory: see MatmulMemory. spec: MatmulSpec.
     """
     stages: gl.constexpr = spec.stages
-    if spec.early:
-        gdc_launch_dependents()
-        gdc_wait()
     a_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * stages, HALF_M, TILE_K], a.layout)
     b_ring = gl.allocate_shared_memory(gl.bfloat16, [stages, spec.tile_n, TILE_K], b.layout)
     leaving0 = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, HALF_M, HALF_M], out.layout)

@@ -28,8 +28,7 @@ class MatmulSpec:
     local result; "scatter": the rows of another rank go to it, those of this rank are summed over
     ranks; "all": these sums go to all ranks. mixes: of columns n and N / 2 + n of the product, a0
     and a1, one column n of the result; nothing is sent then, and N is a multiple of tile_n, unless
-    `apart`: both halves of the columns are of a weight of their own. early: the launch may begin
-    before what came before it ends; there are no peers then. debug: waits are bounded.
+    `apart`: both halves of the columns are of a weight of their own. debug: waits are bounded.
     """
 
     tile_n: int
@@ -39,7 +38,6 @@ class MatmulSpec:
     sends: str = ""
     mixes: Expr | None = None
     apart: bool = False
-    early: bool = False
     debug: bool = False
 
     @property

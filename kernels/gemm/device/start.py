@@ -22,8 +22,6 @@ from distmega.program.expr import Expr
 
 POINTER_ALIGNMENT = 16
 """Bytes to which Triton looks whether a pointer is aligned."""
-EARLY = False
-"""Whether launches without peers may begin before what came before them ends."""
 SHARED = gl.NVMMASharedLayout(128, 16, 2)
 
 
@@ -63,9 +61,7 @@ def can_store(x: Tensor) -> bool:
 
 def plain_spec(tiles: Tiles, mixes: Expr | None = None, *, apart: bool = False) -> MatmulSpec:
     """The kernel without peers."""
-    return MatmulSpec(
-        tile_n=tiles.tile_n, stages=tiles.stages, mixes=mixes, apart=apart, early=EARLY
-    )
+    return MatmulSpec(tile_n=tiles.tile_n, stages=tiles.stages, mixes=mixes, apart=apart)
 
 
 @cache
@@ -147,8 +143,8 @@ def _launcher(
     index: int, spec: MatmulSpec, num_programs: int, aligned: tuple[bool, ...]
 ) -> Launcher:
     """Of a kernel on one device. aligned: of each pointer, since Triton compiles for it."""
-    constants, options = {"spec": spec}, {"num_warps": 4, "enable_fp_fusion": True}
-    return Launcher(matmul_kernel, num_programs, constants, launch_pdl=spec.early, **options)
+    constants = {"spec": spec}
+    return Launcher(matmul_kernel, num_programs, constants, num_warps=4, enable_fp_fusion=True)
 
 
 def _is_aligned(x: Tensor) -> bool:

@@ -25,9 +25,6 @@ from distmega.kernels.pipelined.pointwise.views import as_rows, is_aligned, layo
 from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain
 from distmega.kernels.runtime.gpus import is_hopper
 
-EARLY = False
-"""Whether plain launches may begin before what came before them ends."""
-
 Operands = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]
 """x, residual, weight, bias, results and sums; x, residual, results and sums of one shape, the last
 two contiguous; sums where there is a residual.
@@ -123,7 +120,9 @@ class _NormClass:
     def plain_launch(self, choice: KernelChoice) -> Launch:
         """The plain Triton kernel for whole rows, or parts where the choice's tile is shorter."""
         rows, tile = choice.tile
-        early = EARLY and tile >= self.columns and is_hopper(self.index)
+        # a plain launch may begin before what came before it ends: no kernel that starts so waits
+        # for a peer, so whatever it stands behind ends by itself
+        early = tile >= self.columns and is_hopper(self.index)
         strides = (*self.x, *(self.residual or (0, 0)))
         rest: tuple[object, ...] = (
             *strides,

@@ -59,16 +59,6 @@ def test_plain(tile_n):
     assert not count(code, ".sys")
 
 
-def test_early_kernels_wait_once_before_all_else():
-    code = code_of(early=True)
-    check_products(code, 256)
-    assert code.stack_bytes == 0
-    assert count(code, "griddepcontrol.wait") == 1
-    before, _, _ = code.ptx.partition("griddepcontrol.wait")
-    assert "cp.async.bulk" not in before
-    assert not count(code_of(), "griddepcontrol")
-
-
 @pytest.mark.parametrize("debug", [False, True])
 def test_gathering(debug):
     code = code_of(num_ranks=2, gathers=True, debug=debug)
