@@ -203,7 +203,8 @@ def _find_rows(fusion: Fusion, op: Op) -> _Rows:
     found: _Rows | None = None
     behind: list[Op] = []
     while name is not None:
-        if (moved(name, fusion.producers, fusion.tensors)[1].ravel() == wanted.ravel()).all():
+        shown = moved(name, fusion.producers, fusion.tensors)[1]
+        if np.array_equal(shown.ravel(), wanted.ravel()):
             found = _Rows(name, tuple(one for one in behind if not one.is_view))
         user = fusion.only_user(name)
         name = None

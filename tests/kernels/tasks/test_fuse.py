@@ -239,6 +239,16 @@ def test_attention_to_values_of_other_sizes_is_named():
         fuse_segment(program)
 
 
+def test_attention_of_which_a_part_leaves_is_named():
+    """A slice shows fewer elements than the result has: it can't be the rows that leave."""
+    p = ProgramBuilder("part")
+    q, k, v = (p.input(name, (1, 2, 4, 16)) for name in "qkv")
+    seen = p.op(attend, q, k, v, p.input("mask", (1, 1, 4, 4), "bool"), scale=0.25, name="att")
+    program = p.build(p.slice(seen, 3, 0, 8))
+    with pytest.raises(UnsupportedError, match=r"'att' of kind attend .*: its keys and values are"):
+        fuse_segment(program)
+
+
 def test_a_norm_that_sums_take_too_is_given_by_its_first_contraction():
     """norm(x + f(x)), twice: the norm is folded into f, and x of the next sum is its result."""
     p = ProgramBuilder("post")
