@@ -34,11 +34,32 @@ Evaluate = Callable[
 ]
 """As evaluate_all."""
 
+
+def _silu(x: Tensor) -> Tensor:
+    """Of whole numbers too, which torch's refuses."""
+    return F.silu(x if x.is_floating_point() else x.float())
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """As _silu."""
+    return F.gelu(x if x.is_floating_point() else x.float())
+
+
+def _power(x: Tensor, y: Tensor) -> Tensor:
+    """Whole only of a whole number by a constant that isn't negative: torch gives 0 for 2 to the
+    power -1 of whole numbers.
+    """
+    by_constant = y.dim() == 0 and y.is_cpu
+    if x.is_floating_point() or y.is_floating_point() or (by_constant and y >= 0):
+        return torch.pow(x, y)
+    return torch.pow(x.float(), y)
+
+
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
-    "abs": torch.abs, "neg": torch.neg, "relu": torch.relu, "silu": F.silu, "gelu": F.gelu,
+    "abs": torch.abs, "neg": torch.neg, "relu": torch.relu, "silu": _silu, "gelu": _gelu,
     "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin, "cos": torch.cos,
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "pow": torch.pow,
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "pow": _power,
     "maximum": torch.maximum, "minimum": torch.minimum, "erf": torch.erf, "floor": torch.floor,
     "eq": lambda x, y: torch.eq(x, y).to(torch.result_type(x, y)),
     "lt": lambda x, y: torch.lt(x, y).to(torch.result_type(x, y)),

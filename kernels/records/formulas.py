@@ -61,6 +61,12 @@ def whole_value(expr: Const):
 
 
 @triton.constexpr_function
+def is_whole_power(expr: Expr):
+    """Whether a whole number to this power is whole: a constant that isn't negative."""
+    return isinstance(expr, Const) and expr.value >= 0
+
+
+@triton.constexpr_function
 def stays_whole(fn):
     return fn in STAYS_WHOLE
 
@@ -198,7 +204,19 @@ def evaluate(expr: tl.constexpr, args, wide: tl.constexpr):
         return one(fn, evaluate(part_of(expr, 0), args, wide))
     else:
         left = evaluate(part_of(expr, 0), args, wide)
-        return two(fn, left, evaluate(part_of(expr, 1), args, wide))
+        right = evaluate(part_of(expr, 1), args, wide)
+        if fn == "pow":
+            return power(left, right, is_whole_power(part_of(expr, 1)))
+        return two(fn, left, right)
+
+
+@triton.jit
+def power(x, y, stays: tl.constexpr):
+    """x to the power y; stays: whole numbers stay whole."""
+    if x.dtype.is_int() and y.dtype.is_int() and not stays:
+        return two("pow", x.to(tl.float32), y)
+    else:
+        return two("pow", x, y)
 
 
 @triton.jit

@@ -101,6 +101,29 @@ def test_a_float_result_may_come_of_integers():
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a0 ** -1", [1.0, 0.5, -0.25]),
+        ("a0 ** a1", [1.0, 4.0, 0.0625]),
+        ("a0 ** 2 + a1 ** 0.5 * 0", [torch.nan, 4.0, torch.nan]),
+        ("silu(a0)", torch.nn.functional.silu(torch.tensor([1.0, 2.0, -4.0])).tolist()),
+        ("gelu(a0)", torch.nn.functional.gelu(torch.tensor([1.0, 2.0, -4.0])).tolist()),
+    ],
+)
+def test_functions_without_a_whole_result_are_those_of_floats(text: str, expected: list[float]):
+    values = {"x": torch.tensor([1, 2, -4]), "z": torch.tensor([-3, 2, -2], dtype=torch.int32)}
+    p = ProgramBuilder("p")
+    x, z = p.input("x", (3,), "i64"), p.input("z", (3,), "i32")
+    used = (x, z) if "a1" in text else (x,)
+    alone = p.pointwise(text, *used, dtype="f32")
+    beside = p.pointwise(f"{text} + a{len(used)} * 0", *used, p.input("f", (3,)), dtype="f32")
+    program = p.build(alone, beside)
+    found = run_program(program, values | {"f": torch.ones(3)})
+    for name in program.outputs:
+        torch.testing.assert_close(found[name], torch.tensor(expected), equal_nan=True)
+
+
+@pytest.mark.parametrize(
     ("text", "dtypes", "part"),
     [
         ("a0 + 0.5", ("i64",), "0.5"),

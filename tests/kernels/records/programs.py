@@ -97,6 +97,13 @@ def mixed_types(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
     ]
 
 
+def whole_powers(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
+    """And what else becomes a float of whole numbers."""
+    x, y = p.input("x", (3, 7), dtype), p.input("y", (3, 7), dtype)
+    texts = ("a0 ** -1", "a0 ** a1", "a0 ** 3 - silu(a0) + gelu(a1)")
+    return [p.pointwise(text, *(x, y)[: 1 + ("a1" in text)], dtype="f32") for text in texts]
+
+
 def reductions(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
     x = p.input("x", (6, 130, 5), dtype)
     return [p.reduce(x, dim, how) for dim in range(3) for how in ("sum", "max", "min")]
@@ -212,7 +219,7 @@ KINDS: Mapping[str, tuple[Make, Sequence[str]]] = MappingProxyType({
         (batched, ("f32", "bf16")), (several_sums, ("f32", "bf16")),
         (readme_mlp, ("f32", "bf16")), (tiled, ("bf16", "f16")), (odd_gate, ("f32", "bf16", "f16")),
         (broadcast, ("f32", "bf16", "i32", "i64", "f64")), (functions, ("f32", "f64")),
-        (mixed_types, ("f32",)), (reductions, ("f32", "bf16", "i64")),
+        (mixed_types, ("f32",)), (whole_powers, ("i32",)), (reductions, ("f32", "bf16", "i64")),
         (normed, ("f32", "bf16", "f64")), (scans, ("f32", "f16", "i64")),
         (looked_up, ("f32", "bf16", "bool")),
         (moves, ("f32", "bf16", "i64", "bool", "f64")), (states, ("f32", "i64")),

@@ -26,7 +26,7 @@ NUM_SMS = 12
 MESH = DeviceMesh(tp=1)
 SHORT = "broadcast", "i32"
 SPILLED_BYTES = 48
-BY_DAY = "whole_linear:i64", "tiled:bf16", "states:f32", "looked_up:f32"
+BY_DAY = "whole_linear:i64", "tiled:bf16", "states:f32", "looked_up:f32", "whole_powers:i32"
 
 
 @pytest.mark.parametrize(
