@@ -302,16 +302,18 @@ def attention_values(
     bias: Any = None,
 ) -> Any:
     """Of every position of a cache, the weights of unseen ones zero; operands as of attention and
-    of biased_attention.
+    of biased_attention, of any types: computed in that of q, widened.
     """
+    rows = widen(q)
+    keys, values = k.to(rows.dtype), v.to(rows.dtype)
     at, here = whole_numbers(positions, k.shape[-2]), positions.unsqueeze(1)
     seen = (at <= here) & ((at > here - window) if window else (at >= 0))
-    scores = _capped(widen(q) @ widen(k).transpose(-1, -2) * scale, softcap)
+    scores = _capped(rows @ keys.transpose(-1, -2) * scale, softcap)
     if bias is not None:
-        scores = scores + widen(bias).permute(1, 2, 0)
+        scores = scores + bias.to(rows.dtype).permute(1, 2, 0)
     weights = scores.masked_fill(~seen[:, None, None], -math.inf).softmax(-1)
     # What lies in unseen positions may be anything, also no number.
-    values = widen(v).masked_fill(~seen[:, None, :, None], 0)
+    values = values.masked_fill(~seen[:, None, :, None], 0)
     return (weights @ values).to(q.dtype)
 
 
@@ -327,11 +329,13 @@ def _attend_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
     scale, softcap = _number(op, "scale"), _number(op, "softcap")
 
     def run(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
-        keys, values = (widen(x).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        scores = _capped(widen(q) @ keys.transpose(-1, -2) * scale, softcap)
-        if mask is not None:
-            is_float = mask.is_floating_point()
-            scores = scores + mask if is_float else scores.masked_fill(~mask, -math.inf)
+        rows, group = widen(q), q.shape[1] // k.shape[1]
+        keys, values = (x.to(rows.dtype).repeat_interleave(group, 1) for x in (k, v))
+        scores = _capped(rows @ keys.transpose(-1, -2) * scale, softcap)
+        if mask is not None and mask.is_floating_point():
+            scores = scores + mask.to(rows.dtype)
+        elif mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
         weights = scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0)
         return (weights @ values).to(q.dtype)
 

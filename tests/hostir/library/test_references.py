@@ -67,7 +67,9 @@ CASES: dict[str, Case] = {
     "attention, window and softcap": attending(*caches(), window=3, softcap=2.0),
     "attention, caches of rows": attending(*caches(4), window=3),
     "attention, packed": packed(*caches(2)),
+    "attention, wider caches": attending(*(x.double() for x in caches()), window=3),
     "attend": masked(),
+    "attend, a wider mask": masked(random(2, 1, 5, 9).double()),
     "attend, bool mask": masked(MASK),
     "attend, added mask and softcap": masked(random(2, 1, 5, 9), softcap=2.0),
     "concat": (
@@ -84,10 +86,15 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("rows", [(), (4,)])
-def test_biased_attention_is_attention_under_a_mask_of_numbers(rows: tuple[int, ...]):
+@pytest.mark.parametrize("of_keys", [torch.float32, torch.float64])
+@pytest.mark.parametrize("of_bias", [torch.float32, torch.float64])
+def test_biased_attention_is_attention_under_a_mask_of_numbers(
+    rows: tuple[int, ...], of_keys: torch.dtype, of_bias: torch.dtype
+):
     """A cache for all rows, and one each."""
-    at, bias = torch.tensor([4, 0, 7, 2]), random(9, 2, 3)
-    tensors = [random(4, 2, 3, 4), *caches(*rows), at, bias]
+    at, bias = torch.tensor([4, 0, 7, 2]), random(9, 2, 3).to(of_bias)
+    k, v = caches(*rows)
+    tensors = [random(4, 2, 3, 4), k.to(of_keys), v, at, bias]
     names = "q", "k", "v", "at", "bias"
     op, _ = attention.biased_attention(
         "y", *map(declared, names, tensors), scale=0.3, window=3, softcap=2.0
