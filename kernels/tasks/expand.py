@@ -40,6 +40,7 @@ from dataclasses import replace
 from distmega.errors import UnsupportedError, VerifyError
 from distmega.kernels.runtime.arena import PEER_SUFFIX
 from distmega.kernels.tasks.groups import expand_groups
+from distmega.kernels.tasks.overwrites import expand_overwrites
 from distmega.program.kinds import OpKind, define, kind_of
 from distmega.program.types import Access, Axis, Index, Op, Program, Tensor, verify_program
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -55,8 +56,10 @@ define(OpKind(name="push_parts", origin="internal", writes_peers=True, is_clippe
 
 
 def expand_segment(segment: Program, mesh: DeviceMesh) -> Program:
-    """Ops over groups of rows restated (groups.py), then collectives."""
-    return expand_collectives(expand_groups(segment), mesh)
+    """Ops over groups of rows restated (groups.py), those that overwrite what they read
+    (overwrites.py), then collectives.
+    """
+    return expand_collectives(expand_overwrites(expand_groups(segment)), mesh)
 
 
 def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
