@@ -300,7 +300,14 @@ class ProgramBuilder:
 
     def value_of(self, chosen: Handle) -> Handle:
         """The value at each index that argmax or sample gave; NaN where its row has one."""
-        return Handle(self, self._tensors[f"{self._own(chosen).name}.value"])
+        name = self._own(chosen).name
+        if f"{name}.value" not in self._tensors:
+            raise ProgramError(
+                f"the value of {name!r}",
+                expected="what argmax or sample gave",
+                remedy="keep the handle that these give",
+            )
+        return Handle(self, self._tensors[f"{name}.value"])
 
     def top(self, x: Handle, num_top: int, name: str = "") -> Handle:
         """The num_top largest of each of s equal parts of rows x [m, v], largest first: [m, s,
@@ -405,6 +412,12 @@ class ProgramBuilder:
 
     def concat(self, xs: Sequence[Handle], dim: int, name: str = "") -> Handle:
         """Joins tensors along `dim`; other dims are equal."""
+        if not isinstance(xs, Sequence):
+            raise ProgramError(
+                f"a concat of {type(xs).__name__}",
+                expected="a list or tuple of tensors",
+                remedy="give the tensors in brackets",
+            )
         return self._add(
             data_movement.concat(self._name(name, "concat"), [self._own(x) for x in xs], dim)
         )

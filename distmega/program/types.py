@@ -214,7 +214,8 @@ def verify_program(program: Program) -> Program:
 
     Raises ProgramError.
     """
-    if program.name != " ".join(program.name.split()) or not program.name:
+    is_text = isinstance(program.name, str) and program.name != ""
+    if not is_text or program.name != " ".join(program.name.split()):
         raise _broken(program, "its name", "one line of text, without spaces at its ends")
     tensors = program.tensor_map()
     if len(tensors) != len(program.tensors):
@@ -271,7 +272,7 @@ def _verify_view(program: Program, view: Op) -> None:
 
 
 def _verify_name(program: Program, name: str) -> None:
-    if not _NAME.fullmatch(name) or name in ("return", "program"):
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in ("return", "program"):
         raise _broken(program, f"name {name!r}", "letters, digits, _ . / @ # - and no keyword")
 
 

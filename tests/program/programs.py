@@ -36,17 +36,22 @@ def _reduce(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
     return p.reduce(x, dim, draw(st.sampled_from(["sum", "max", "min"])))
 
 
+def _floats(p: ProgramBuilder, x: Handle) -> Handle:
+    return p.pointwise("a0", x, dtype="f32") if is_integer(x.tensor.dtype) else x
+
+
 def _rms_norm(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
+    x = _floats(p, x)
     return p.rms_norm(x, p.weight(f"g{x.shape[-1]}", x.shape[-1:]), draw(st.floats(0, 1)))
 
 
 def _layer_norm(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
     weight, bias = (p.weight(f"{n}{x.shape[-1]}", x.shape[-1:]) for n in "gb")
-    return p.layer_norm(x, weight, bias, draw(st.floats(0, 1)))
+    return p.layer_norm(_floats(p, x), weight, bias, draw(st.floats(0, 1)))
 
 
 def _softmax(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
-    return p.softmax(x)
+    return p.softmax(_floats(p, x))
 
 
 def _slice(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:

@@ -1,9 +1,13 @@
 """Handles, names and declarations of ProgramBuilder."""
 
+import re
+from collections.abc import Callable
+
 import pytest
 
 from distmega import ProgramBuilder
 from distmega.errors import ProgramError
+from distmega.program.builder import Handle
 from distmega.program.text import print_program
 
 
@@ -173,3 +177,64 @@ def test_a_failed_op_leaves_the_program_as_it_was():
     with pytest.raises(ProgramError):
         p.reshape(x, (5,))
     assert print_program(p.build(p.set(x, name="y"))).count("\n") == 5
+
+
+Misuse = Callable[[ProgramBuilder, Handle], object]
+MISUSES: dict[str, tuple[Misuse, str]] = {
+    "a dim that is a float": (lambda p, x: p.reduce(x, 1.0), "dim 1.0; expected a whole number"),
+    "a place that is a float": (lambda p, x: p.slice(x, 0, 0.0, 2), "start 0.0; expected a whole"),
+    "a count that is a float": (lambda p, x: p.topk(x, 2.0), "num_top 2.0; expected a whole"),
+    "an extent that is a float": (lambda p, x: p.reshape(x, (8.0,)), "extent 8.0; expected"),
+    "an eps that is text": (lambda p, x: p.layer_norm(x, None, None, "1"), "eps '1'; expected a f"),
+    "a spec that is no text": (lambda p, x: p.linear(x, x, spec=5), "spec 5; expected text"),
+    "a concat of one tensor": (lambda p, x: p.concat(x, 0), "a concat of Handle; expected a list"),
+    "a name that is no text": (lambda p, x: p.build(p.input(5, (2,))), "name 5; expected letters"),
+    "the value of no choice": (
+        lambda p, x: p.value_of(x),
+        "the value of 'x'; expected what argmax",
+    ),
+    "the largest of bools": (
+        lambda p, x: p.topk(p.input("b", (2,), "bool"), 1),
+        "'b' of dtype bool; expected numbers",
+    ),
+    "products of bools": (
+        lambda p, x: p.linear(p.input("b", (4,), "bool"), x),
+        "'b' of dtype bool; expected numbers",
+    ),
+    "attention by no scale": (
+        lambda p, x: p.attend(*(p.input(n, (1, 1, 2, 8)) for n in "qkv"), None, None),
+        "scale None; expected a finite number",
+    ),
+    "a negative softcap": (
+        lambda p, x: p.attend(*(p.input(n, (1, 1, 2, 8)) for n in "qkv"), None, 1, -1),
+        "softcap -1; expected at least 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_a_misuse_is_named_where_it_is_stated(misuse: str):
+    use, found = MISUSES[misuse]
+    p = ProgramBuilder("p")
+    with pytest.raises(ProgramError, match=re.escape(found)):
+        use(p, p.input("x", (2, 4)))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "rms_norm", "layer_norm", "attend"])
+def test_rows_of_whole_numbers_have_no_norm(kind: str):
+    p = ProgramBuilder("p")
+    x = p.input("x", (1, 1, 2, 4), "i64")
+    others = {"rms_norm": (x, 1e-5), "layer_norm": (None, None, 1e-5), "attend": (x, x, None, 1.0)}
+    with pytest.raises(ProgramError, match="'x' of dtype i64; expected a float type"):
+        getattr(p, kind)(x, *others.get(kind, ()))
+
+
+def test_numbers_that_are_whole_are_taken_as_floats():
+    """scale=1 and 1.0 state the same op; kernels ask for floats."""
+    programs = []
+    for one in (1, 1.0):
+        p = ProgramBuilder("p")
+        q, k, v = (p.input(name, (1, 1, 2, 8)) for name in "qkv")
+        seen = p.attend(q, k, v, None, one, one)
+        programs.append(p.build(p.rms_norm(seen, p.weight("w", (8,)), one)))
+    assert print_program(programs[0]) == print_program(programs[1])

@@ -26,9 +26,12 @@ from distmega.program.ops.parts import (
     access,
     axis_names,
     bad_op,
+    finite_number,
     index,
     make_op,
+    require_floats,
     require_integers,
+    whole_number,
 )
 from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor
 
@@ -135,10 +138,11 @@ def attention(
     caches_fit = k_cache.shape == (*rows, t, d) and v_cache.shape == (*rows, t, e)
     if not caches_fit or positions.shape != (m,):
         raise _bad_attention(name, shapes)
-    if window < 0 or not math.isfinite(scale) or not 0 <= softcap < math.inf:
-        found = f"scale {scale}, window {window}, softcap {softcap}"
-        expected = "finite ones, the window and the softcap at least 0"
-        raise bad_op(name, found, expected, "change these")
+    scale, softcap = _factors(name, scale, softcap)
+    window = whole_number(name, "window", window)
+    if window < 0:
+        raise bad_op(name, f"window {window}", "at least 0, which is none", "change window")
+    require_floats(name, q)
     require_integers(name, positions)
     axes = [Axis(name=n, extent=x) for n, x in (("m", m), ("h", h), ("g", g), ("e", e))]
     axes += [Axis(name="d", extent=d, role="reduce"), Axis(name="t", extent=t, role="reduce")]
@@ -190,6 +194,16 @@ def biased_attention(
     return replace(op, kind="biased_attention", reads=reads), outs
 
 
+def _factors(name: str, scale: float, softcap: float) -> tuple[float, float]:
+    """Of scores, as floats, whichever numbers were given."""
+    scale, cap = (
+        finite_number(name, what, value) for what, value in (("scale", scale), ("softcap", softcap))
+    )
+    if cap < 0:
+        raise bad_op(name, f"softcap {softcap}", "at least 0, which is none", "change softcap")
+    return scale, cap
+
+
 def _bad_attention(name: str, shapes: tuple[tuple[int, ...], ...]) -> ProgramError:
     expected = "q [m, h, g, d], k [h, t, d], v [h, t, e] (or both [m, h, t, ...]), positions [m]"
     return bad_op(name, f"shapes {', '.join(map(str, shapes))}", expected)
@@ -217,9 +231,8 @@ def attend(
     (b, heads, m, d), (_, h, t, e) = q.shape, v.shape
     if k.shape != (b, h, t, d) or v.shape[0] != b or heads % h:
         raise bad_op(name, f"shapes {', '.join(map(str, shapes))}", expected)
-    if not (math.isfinite(scale) and math.isfinite(softcap) and softcap >= 0):
-        found = f"scale {scale}, softcap {softcap}"
-        raise bad_op(name, found, "a finite scale, a softcap of at least 0", "change these")
+    scale, softcap = _factors(name, scale, softcap)
+    require_floats(name, q)
     group = heads // h
     sizes = zip(_AXES[:4], (b, h, group, m), strict=True)
     axes = [Axis(name=n, extent=x) for n, x in sizes] + [Axis(name="e", extent=e)]

@@ -49,6 +49,8 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None = None, spec: st
     spec: like "m k, n k -> m n", or "m k, n k, n -> m n" with a bias. By default the last dims of x
     and w contract. Sums in fp32 or wider; output dtype is x's.
     """
+    if x.dtype == "bool":
+        raise bad_op(name, f"{x.name!r} of dtype bool", "numbers", "convert it")
     tensors = [x, w] if bias is None else [x, w, bias]
     operands, out_axes = _parse_spec(name, spec or _default_spec(x, w, bias), len(tensors))
     extents: dict[str, int] = {}
@@ -70,6 +72,8 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None = None, spec: st
 
 def _parse_spec(name: str, spec: str, num_operands: int) -> tuple[list[list[str]], list[str]]:
     """Axis names of each operand, and of the output."""
+    if not isinstance(spec, str):
+        raise bad_op(name, f"spec {spec!r}", 'text, as "m k, n k -> m n"', "change spec")
     left, arrow, right = spec.partition("->")
     operands, out_axes = [part.split() for part in left.split(",")], right.split()
     if not arrow or len(operands) != num_operands:

@@ -11,7 +11,16 @@ from typing import Any
 
 from distmega.program.kinds import Coordinate, OpKind, define, zero_if_all
 from distmega.program.ops.axis_views import access_axes, fold_axes, order_axes, unfold_axes
-from distmega.program.ops.parts import Built, access, axis_names, bad_op, index, make_op, normal_dim
+from distmega.program.ops.parts import (
+    Built,
+    access,
+    axis_names,
+    bad_op,
+    index,
+    make_op,
+    normal_dim,
+    whole_number,
+)
 from distmega.program.types import Access, Axis, Index, Op, Tensor
 
 
@@ -32,6 +41,10 @@ def slice_dim(
 ) -> Built:
     """x[start:stop:step] along one dim. kind "view" shares x's storage."""
     dim = normal_dim(name, x, dim)
+    start, stop, step = (
+        whole_number(name, what, value)
+        for what, value in (("start", start), ("stop", stop), ("step", step))
+    )
     if not 0 <= start < stop <= x.shape[dim] or step < 1:
         raise bad_op(
             name,
@@ -82,6 +95,7 @@ def concat(name: str, xs: Sequence[Tensor], dim: int) -> Built:
 
 def expand(name: str, x: Tensor, shape: Sequence[int]) -> Built:
     """x repeated along dims of extent 1 and along new dims in front, to `shape`."""
+    shape = [whole_number(name, "extent", extent) for extent in shape]
     behind = shape[len(shape) - len(x.shape) :]
     fits = len(shape) >= len(x.shape) and all(
         mine in (1, wanted) for mine, wanted in zip(x.shape, behind, strict=True)
@@ -113,6 +127,7 @@ def transpose(name: str, x: Tensor, order: Sequence[int], kind: str = "transpose
 
 def reshape(name: str, x: Tensor, shape: Sequence[int], kind: str = "reshape") -> Built:
     """Same elements in row-major order under another shape. kind "view" shares x's storage."""
+    shape = [whole_number(name, "extent", extent) for extent in shape]
     if math.prod(shape) != x.num_elements or min(shape, default=1) < 1:
         raise bad_op(
             name, f"reshape of {x.shape} to {tuple(shape)}", f"a shape of {x.num_elements} elements"

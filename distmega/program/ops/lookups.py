@@ -22,6 +22,7 @@ from distmega.program.ops.parts import (
     make_op,
     normal_dim,
     require_integers,
+    whole_number,
 )
 from distmega.program.types import Axis, Op, Tensor
 
@@ -66,8 +67,11 @@ def topk(name: str, x: Tensor, num_top: int) -> Built:
     """The num_top largest elements of the last dim, largest first, and their indices: outputs
     [name].value and [name] (i64).
     """
-    if not x.shape or type(num_top) is not int or not 1 <= num_top <= x.shape[-1]:
-        raise bad_op(name, f"the {num_top!r} largest of rows of {x.shape}", "at most a row of x")
+    num_top = whole_number(name, "num_top", num_top)
+    if x.dtype == "bool":
+        raise bad_op(name, f"{x.name!r} of dtype bool", "numbers", "convert it, or take argmax")
+    if not x.shape or not 1 <= num_top <= x.shape[-1]:
+        raise bad_op(name, f"the {num_top} largest of rows of {x.shape}", "at most a row of x")
     rows = axis_names("m", len(x.shape) - 1)
     axes = [Axis(name=n, extent=e) for n, e in zip(rows, x.shape[:-1], strict=True)]
     axes.append(Axis(name="u", extent=x.shape[-1], role="reduce"))

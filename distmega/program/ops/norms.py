@@ -4,7 +4,6 @@ As compute.py: a function takes the op's name and operand tensors, and returns t
 tensors it writes.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,15 @@ from distmega.program.kinds import (
     has_positive_eps,
     in_fp32,
 )
-from distmega.program.ops.parts import Built, access, axis_names, bad_op, make_op
+from distmega.program.ops.parts import (
+    Built,
+    access,
+    axis_names,
+    bad_op,
+    finite_number,
+    make_op,
+    require_floats,
+)
 from distmega.program.types import Attr, Axis, Op, Tensor
 
 
@@ -25,6 +32,7 @@ def rms_norm(name: str, x: Tensor, weight: Tensor, eps: float) -> Built:
     """x / sqrt(mean(x^2 over the last dim) + eps) * weight, in fp32; weight has the extent of the
     last dim.
     """
+    require_floats(name, x)
     return _row_op(name, "rms_norm", x, [weight], eps=_checked_eps(name, eps))
 
 
@@ -36,12 +44,14 @@ def layer_norm(
     """
     if weight is None and bias is not None:
         raise bad_op(name, "a bias without a weight", "both, a weight, or none", "add the bias")
+    require_floats(name, x)
     vectors = [vector for vector in (weight, bias) if vector is not None]
     return _row_op(name, "layer_norm", x, vectors, eps=_checked_eps(name, eps))
 
 
 def softmax(name: str, x: Tensor) -> Built:
     """exp(x) over its sum along the last dim, in fp32."""
+    require_floats(name, x)
     return _row_op(name, "softmax", x, [])
 
 
@@ -63,9 +73,9 @@ SCAN_VALUES: dict[str, Callable[[Any], Any]] = {
 
 
 def _checked_eps(name: str, eps: float) -> float:
-    if not 0 <= eps < math.inf:
+    if finite_number(name, "eps", eps) < 0:
         raise bad_op(name, f"eps {eps}", "a finite number of at least 0", "change eps")
-    return eps
+    return float(eps)
 
 
 def _row_op(name: str, kind: str, x: Tensor, vectors: Sequence[Tensor], **attrs: Attr) -> Built:

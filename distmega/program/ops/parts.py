@@ -3,9 +3,12 @@
 Used by compute.py and data_movement.py, which state the ops.
 """
 
+import math
+import operator
 from collections.abc import Sequence
 
 from distmega.errors import ProgramError
+from distmega.program.dtypes import is_integer
 from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor
 
 Built = tuple[Op, tuple[Tensor, ...]]
@@ -53,8 +56,31 @@ def axis_names(prefix: str, num: int) -> list[str]:
     return [f"{prefix}{i}" for i in range(num)]
 
 
+def whole_number(name: str, what: str, value: object) -> int:
+    """A count or a place that an op is given; ProgramError for what is no whole number."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise bad_op(name, f"{what} {value!r}", "a whole number", f"change {what}") from None
+
+
+def finite_number(name: str, what: str, value: object) -> float:
+    """A factor that an op is given; ProgramError for what is no finite number."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise bad_op(name, f"{what} {value!r}", "a finite number", f"change {what}")
+    return float(value)
+
+
+def require_floats(name: str, x: Tensor) -> None:
+    """Raises ProgramError unless x holds floats."""
+    if is_integer(x.dtype):
+        remedy = 'convert it, as by pointwise("a0", x, dtype="f32")'
+        raise bad_op(name, f"{x.name!r} of dtype {x.dtype}", "a float type", remedy)
+
+
 def normal_dim(name: str, x: Tensor, dim: int) -> int:
     """`dim` counted from the front; negative ones count from the back."""
+    dim = whole_number(name, "dim", dim)
     if not -len(x.shape) <= dim < len(x.shape):
         found = f"dim {dim} of a tensor with {len(x.shape)} dims"
         raise bad_op(name, found, f"at least {-len(x.shape)} and below {len(x.shape)}")
