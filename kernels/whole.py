@@ -56,7 +56,7 @@ from distmega.superopt.rules import RewriteRule
 
 CPU_SMS = 8
 """Virtual SMs of a rank on a CPU."""
-MOST_INSTRUCTIONS = 1024
+MOST_INSTRUCTIONS = 16384
 """Of an op of a program that is asked to be one launch."""
 OP_US = 1.3
 """That an op takes less in a kernel of the whole program than as one of library ops, of which some

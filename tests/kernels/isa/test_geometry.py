@@ -79,6 +79,26 @@ def test_broadcast_dims_beyond_two_are_walked():
     assert [i.a1.first for i in (first, second, third) if i.a1] == [0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("shapes", "extents", "count"),
+    [
+        (((13, 1, 6, 2), (1, 31, 1, 1)), (31, 12), 13),
+        (((40, 1, 12, 1), (1, 40, 1, 8)), (40, 8), 40 * 12),
+        (((2, 1, 50), (1, 3, 1)), (3, 50), 2),
+    ],
+)
+def test_the_shortest_dims_are_walked(
+    shapes: tuple[tuple[int, ...], ...], extents: tuple[int, int], count: int
+):
+    """But for the innermost, whose elements lie side by side."""
+    p = ProgramBuilder("walk")
+    operands = (p.input(f"x{n}", shape) for n, shape in enumerate(shapes))
+    program = p.build(p.pointwise("a0 * a1", *operands))
+    (found,) = lowered(program, program.ops[0])
+    assert {i.extents for i in found if isinstance(i, Pointwise)} == {extents}
+    assert len(found) == count
+
+
 def test_a_concat_task_copies_from_the_operands_it_meets():
     p = ProgramBuilder("join")
     program = p.build(p.concat([p.input("x", (2, 3)), p.input("y", (2, 5))], 1))
