@@ -12,7 +12,7 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -57,8 +57,9 @@ class TorchrunRank:
     has_agent_store: bool
 
 
-def read_rank(environment: Mapping[str, str] = os.environ) -> TorchrunRank:
+def read_rank() -> TorchrunRank:
     """Read torchrun's variables; raises LaunchError if this process wasn't started by torchrun."""
+    environment = os.environ
     try:
         return TorchrunRank(
             rank=int(environment["RANK"]),

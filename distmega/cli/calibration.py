@@ -11,7 +11,7 @@ from pathlib import Path
 from distmega.cli.doctor import HOPPER, Facts, Finding
 from distmega.errors import RequestError
 from distmega.kernels.gemm.times.rates import OverlapRates
-from distmega.kernels.gemm.times.rates_file import FOLDER, Measured, library_versions, write_rates
+from distmega.kernels.gemm.times.rates_file import Measured, library_versions, write_rates
 from distmega.launch.contract import Emitted, LauncherOptions
 from distmega.launch.launchers import launch
 
@@ -20,7 +20,7 @@ TEAMS = (2, 4, 8)
 LIMIT_S = 120.0
 
 
-def calibrate_machine(facts: Facts, folder: Path = FOLDER) -> Iterator[Finding]:
+def calibrate_machine(facts: Facts) -> Iterator[Finding]:
     """Measures teams of 2, 4 and 8 ranks and writes a file for each. RequestError on a machine
     without two Hopper GPUs that are alike.
     """
@@ -44,7 +44,7 @@ def calibrate_machine(facts: Facts, folder: Path = FOLDER) -> Iterator[Finding]:
                     libraries=library_versions(),
                     rates=event.value,
                 )
-                path = write_rates(measured, folder)
+                path = write_rates(measured)
                 yield from _findings(measured.rates, num_ranks, path)
 
 

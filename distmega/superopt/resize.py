@@ -92,11 +92,6 @@ def confirmed_rule(rule: RewriteRule, sizes: Sizes, constants: Constants = ()) -
     return replace(made, proof=confirm(made.program, parse_graph(made.graph), rule.proof))
 
 
-def sizes_of(rule: RewriteRule) -> Sizes:
-    """Extents of the axes of a rule's program."""
-    return tuple(rule_axes(rule).extents.items())
-
-
 def _free(rule: RewriteRule) -> str:
     names = [f"axis {axis}" for axis in rule.proof.free]
     return ", ".join([*names, *map(str, rule.proof.constants)]) or "nothing"

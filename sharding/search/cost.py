@@ -199,18 +199,16 @@ def op_time_us(
     tensors: Mapping[str, Tensor],
     machine: DeviceRates,
     extents: Mapping[str, int] | None = None,
-    *,
-    worst: bool = False,
 ) -> float:
     """Time of an op on one rank: its launch, then bytes or flops, whichever takes longer.
 
-    A view moves nothing and takes no time. worst: as of op_bytes.
+    A view moves nothing and takes no time.
     """
     if op.is_view:
         return 0.0
-    moved = op_bytes(op, tensors, extents, worst=worst) / machine.memory_bandwidth_bytes_per_us
+    moved = op_bytes(op, tensors, extents) / machine.memory_bandwidth_bytes_per_us
     rate = machine.flops_rate(tensors[next(accesses(op)).tensor].dtype)
-    return machine.launch_us + max(moved, op_flops(op, extents, tensors, worst=worst) / rate)
+    return machine.launch_us + max(moved, op_flops(op, extents, tensors) / rate)
 
 
 def collective_bytes(kind: str, num_bytes: int, num_ranks: int) -> int:

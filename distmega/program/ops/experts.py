@@ -28,9 +28,6 @@ from distmega.program.types import Access, Axis, Index, Op, Tensor
 Weighing = Literal["values", "softmax", "softmax_chosen"]
 """What top_k weighs a column by: itself, its probability among all, or among the chosen ones."""
 
-GROUPED = ("gather_rows", "grouped_linear", "scatter_add")
-"""Kinds that only ever run over groups of rows; pointwise ops may."""
-
 
 def top_k(name: str, x: Tensor, num: int, weights: Weighing = "softmax") -> Built:
     """The columns [m, num] i32 of the num largest of each row of x [m, e], largest first and the

@@ -21,11 +21,11 @@ Law = Callable[[EGraph, int, Node], Iterator[int]]
 """Called with a class and one of its nodes; gives classes that equal it."""
 
 
-def saturate(graph: EGraph, max_rounds: int = MAX_ROUNDS) -> int:
-    """Applies all laws until they find nothing new, the graph is full, or so many rounds are over;
-    the number of rounds.
+def saturate(graph: EGraph) -> int:
+    """Applies all laws until they find nothing new, the graph is full, or MAX_ROUNDS are over; the
+    number of rounds.
     """
-    for number in range(max_rounds):
+    for number in range(MAX_ROUNDS):
         before = graph.num_nodes, len(graph.classes())
         work = [(c, node) for c in graph.classes() for node in graph.nodes(c)]
         for owner, node in work:
@@ -38,7 +38,7 @@ def saturate(graph: EGraph, max_rounds: int = MAX_ROUNDS) -> int:
         graph.rebuild()
         if (graph.num_nodes, len(graph.classes())) == before:
             return number + 1
-    return max_rounds
+    return MAX_ROUNDS
 
 
 def _of(graph: EGraph, number: int, op: str) -> list[Node]:

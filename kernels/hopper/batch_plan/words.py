@@ -61,10 +61,8 @@ STAMP_BEGIN, STAMP_READY, STAMP_CHOSEN, STAMP_END, STAMP_LOADED = range(BATCH_ST
 chooses some, end; and when the loader has asked for its last tile.
 """
 STATE_POSITIONS = 32
-"""Words from here on: position of each sequence's next id."""
-STATE_IDS = STATE_POSITIONS + BATCH
-"""Likewise: of each sequence, the id whose rows of tables are taken in this step. Of more than
-16, as many words behind the positions as there are sequences.
+"""Words from here on: position of each sequence's next id; behind those of 16 sequences, or of as
+many as there are if more, the id of each whose rows of tables are taken in this step.
 """
 STATE_WORDS = STATE_POSITIONS + 2 * MAX_ROWS
 

@@ -28,6 +28,8 @@ NUM_CHANGES = 5
 """Of priorities in a run, about."""
 TURNS = 20000
 """Of a run, about."""
+MOST_PARTS = 3
+"""Of what threads that no barrier joins do, in any order."""
 NAMED_WAITS = 8
 
 
@@ -144,9 +146,9 @@ def described(found: str, *, expected: str) -> CheckError:
     return CheckError(found, expected=expected, remedy="add the wait that is missing")
 
 
-def shuffled(chooser: random.Random, num: int, most_parts: int = 3) -> Sequence[range]:
+def shuffled(chooser: random.Random, num: int) -> Sequence[range]:
     """0 to num - 1 cut into a few ranges, in any order: threads that no barrier joins."""
-    cuts = sorted({0, num, *(chooser.randrange(num + 1) for _ in range(most_parts - 1))})
+    cuts = sorted({0, num, *(chooser.randrange(num + 1) for _ in range(MOST_PARTS - 1))})
     parts = [range(a, b) for a, b in pairwise(cuts)]
     chooser.shuffle(parts)
     return parts

@@ -69,9 +69,9 @@ class Ring:
         self.order.wake(("tile", self.rank, self.sm))
         return RAN
 
-    def is_here(self, number: int = 0) -> bool:
-        """Whether a tile behind the next one has landed."""
-        at = self.taken + number
+    def is_here(self) -> bool:
+        """Whether the next tile has landed."""
+        at = self.taken
         tile = self.slots[at % self.num_slots] if at < self.asked else None
         return tile is not None and tile.values is not None
 

@@ -54,8 +54,6 @@ from distmega.kernels.hopper.plan.words import (
     VECTOR_MULTIPLE,
 )
 
-ROUND_ROWS = 4 * UNIT_ROWS
-"""Rows that are summed and written together."""
 COLUMNS = UNIT_ROWS * BATCH
 """Flagged words of a unit of a part of a sum."""
 NO_ROW = 0x7FFFFFFF

@@ -100,7 +100,6 @@ def emulate_batch(
     ranks: Sequence[BatchArenas],
     launches: Sequence[Sequence[BatchLaunch]],
     seed: int,
-    num_slots: int = NUM_SLOTS,
 ) -> list[list[BatchFound]]:
     """Results [launch][rank] of launches [launch][rank] in the order that the seed gives."""
     order = Interleaving(seed)
@@ -110,7 +109,7 @@ def emulate_batch(
         gpu.peers = gpus
     sms = [
         [
-            BatchSm(gpu, sm, compute_warps, loader_warp, num_slots, AHEAD)
+            BatchSm(gpu, sm, compute_warps, loader_warp, NUM_SLOTS, AHEAD)
             for sm, (compute_warps, loader_warp) in enumerate(
                 zip(agents.computes[gpu.rank], agents.loaders[gpu.rank], strict=True)
             )
