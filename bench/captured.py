@@ -45,7 +45,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from bench.cases import read_case
+from bench.cases import StepCase, read_case
 from bench.programs import own_tensors
 from bench.records import Book, Record, add_book_options, open_book
 from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
@@ -99,20 +99,9 @@ TOLERANCE = 0.06
 """Of the largest logit, both sides in bf16 through all layers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What a case's name says."""
-
-    text: str
-    model: str
-    batch: int
-    context: int
-    num_ranks: int
-
-
-def parse_case(text: str) -> Case:
+def parse_case(text: str) -> StepCase:
     """Reads "SHAPE batch=1 ctx=N"."""
-    case = Case(text, *read_case(text, "batch", "ctx"))
+    case = StepCase(text, *read_case(text, "batch", "ctx"))
     if case.model not in SHAPES or case.batch != 1 or case.num_ranks != 1:
         expected = f"one of {', '.join(SHAPES)} batch=1 ctx=N"
         raise SystemExit(f"case {text!r}; expected {expected}; correct it")
@@ -257,7 +246,7 @@ def compile_peer(step: Call) -> Call:
     return graph.replay
 
 
-def prepare(case: Case, with_peer: bool) -> Prepared:
+def prepare(case: StepCase, with_peer: bool) -> Prepared:
     """Compiles a case's sides and compares their logits."""
     start = time.monotonic()
     config = SHAPES[case.model]()
@@ -305,7 +294,7 @@ def prepare(case: Case, with_peer: bool) -> Prepared:
     return Prepared(runs, step_bytes(program))
 
 
-def measure(case: Case, prepared: Prepared, rounds: int) -> Record:
+def measure(case: StepCase, prepared: Prepared, rounds: int) -> Record:
     """Medians over rounds in which each is timed once."""
     times: dict[str, list[float]] = {name: [] for name in prepared.runs}
     for number in range(rounds):

@@ -37,6 +37,17 @@ class Case(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class StepCase:
+    """What the name of a decode step says."""
+
+    text: str
+    model: str
+    batch: int
+    context: int
+    num_ranks: int
+
+
 def read_case(text: str, *numbers: str) -> tuple[Any, ...]:
     """The model, the numbers and the GPUs that "MODEL NUMBER=N ... tp=N" names, one GPU unless
     said; ends the program where it does not name all numbers, in this order.

@@ -19,7 +19,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.cases import Ready, make_parser, measure_cases, read_case
+from bench.cases import Ready, StepCase, make_parser, measure_cases, read_case
 from bench.ranks import AHEAD_CYCLES
 from bench.records import Record
 from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
@@ -62,23 +61,12 @@ TRIALS = 32
 """Rows that a trial of experts has, one behind the other: more than caches keep experts of."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What a case's name says."""
-
-    text: str
-    model: str
-    batch: int
-    context: int
-    num_ranks: int
-
-
-def parse_case(text: str) -> Case:
+def parse_case(text: str) -> StepCase:
     """Reads "MODEL batch=N ctx=N", with " tp=N" behind it for several GPUs."""
-    return Case(text, *read_case(text, "batch", "ctx"))
+    return StepCase(text, *read_case(text, "batch", "ctx"))
 
 
-def step_bytes(config: ModelConfig, case: Case, num_hits: float) -> float:
+def step_bytes(config: ModelConfig, case: StepCase, num_hits: float) -> float:
     """Bytes that a step reads: all weights but the embedding, unless it is also the head, and the
     cached keys and values. num_hits: experts of all layers that some row chooses.
     """
@@ -97,7 +85,7 @@ def layers_of_experts(config: ModelConfig) -> list[int]:
     return [layer for layer in range(config.num_layers) if config.has_experts(layer)]
 
 
-def hits_of(case: Case, config: ModelConfig, engine: Engine, run: Call) -> float:
+def hits_of(case: StepCase, config: ModelConfig, engine: Engine, run: Call) -> float:
     """Experts of all layers that rows of a step choose, in the mean over the steps of a run."""
     if case.batch == 1 or not layers_of_experts(config):
         return config.experts_per_token * len(layers_of_experts(config))
@@ -108,7 +96,7 @@ def hits_of(case: Case, config: ModelConfig, engine: Engine, run: Call) -> float
     return (stepping.num_hits - before) / STEPS
 
 
-def open_engine(case: Case, comm: Communicator) -> Engine:
+def open_engine(case: StepCase, comm: Communicator) -> Engine:
     """Our side of a case, its cache random."""
     options = EngineOptions(max_context=case.context + STEPS, batch=case.batch)
     device = f"cuda:{torch.cuda.current_device()}"
@@ -118,7 +106,7 @@ def open_engine(case: Case, comm: Communicator) -> Engine:
     return engine
 
 
-def our_step(case: Case, engine: Engine) -> Call:
+def our_step(case: StepCase, engine: Engine) -> Call:
     """STEPS steps in one launch, or one graph each, always from the same position."""
     stepping = engine.stepping
     if stepping is None:
@@ -135,7 +123,7 @@ def our_step(case: Case, engine: Engine) -> Call:
     return run
 
 
-def peer_step(case: Case, config: ModelConfig, engine: Engine, by_layer: bool) -> Call:
+def peer_step(case: StepCase, config: ModelConfig, engine: Engine, by_layer: bool) -> Call:
     """STEPS calls of the compiled peer at the same position, on the engine's caches."""
     form = faster_form(case, config) if layers_of_experts(config) else "grouped"
     torch._dynamo.reset()
@@ -163,7 +151,7 @@ def peer_step(case: Case, config: ModelConfig, engine: Engine, by_layer: bool) -
 
 
 def compiled_peer(
-    case: Case, model: TorchDecoder, tokens: Tensor, position: Tensor, by_layer: bool
+    case: StepCase, model: TorchDecoder, tokens: Tensor, position: Tensor, by_layer: bool
 ) -> Callable[[], object]:
     """A step of the compiled peer, as CUDA graph."""
     if not by_layer:
@@ -174,7 +162,7 @@ def compiled_peer(
         return captured(lambda: model(tokens, position))[0].replay
 
 
-def faster_form(case: Case, config: ModelConfig) -> ExpertForm:
+def faster_form(case: StepCase, config: ModelConfig) -> ExpertForm:
     """The form in which one layer of experts, compiled, takes rows of this many sequences in less
     time. The layer's own inputs are random, so that rows choose as the model's do.
     """
@@ -196,7 +184,7 @@ def apply_each(layer: Callable[[Tensor], object], several: Sequence[Tensor]) -> 
         layer(x)
 
 
-def backends(case: Case) -> AbstractContextManager[None]:
+def backends(case: StepCase) -> AbstractContextManager[None]:
     """The peer's attention: of several sequences by cuDNN where it can, which of all that torch has
     for a mask reads cached positions fastest (docs/notes/batch.md); else torch's own choice.
     """
@@ -222,7 +210,7 @@ def meet(comm: Communicator) -> None:
 
 
 def measure(
-    case: Case,
+    case: StepCase,
     comm: Communicator,
     rounds: int,
     with_peer: bool,
