@@ -226,10 +226,10 @@ class EventGraph:
         return [task for task in self.all_tasks() if op in ("", task[0]) and self.runs(task, known)]
 
     def _require(self, known: RunTime) -> None:
-        for name, value in known.symbols.items():
+        for name, given in known.symbols.items():
             if name not in self.symbols:
                 raise ProgramError(
-                    f"symbol {name!r} is {value!r}",
+                    f"symbol {name!r} is {given!r}",
                     expected=f"symbols among {', '.join(self.symbols) or 'none'}",
                     remedy="leave it out, or compile with it",
                 )

@@ -22,7 +22,7 @@ class TaskWaiting(NamedTuple):
     """A task that waits for an event, and for how many triggers from each rank in a launch."""
 
     task: QueuedTask
-    count: int
+    triggers: int
 
 
 def name_task(encoded: Encoded, group: int, task: int) -> str:
