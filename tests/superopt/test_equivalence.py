@@ -277,6 +277,22 @@ def test_stored_values_are_within_the_bound_of_their_rounding(dtype: str):
     assert (error > 0.49 * bound).any(), "the bound is not twice what it need be"
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_small_stored_values_are_within_the_bound_too(dtype: str):
+    """Below its normal range a type has steps of one size, whatever the value."""
+    exact = np.ldexp(np.linspace(1.0, 2.0, 999, dtype=np.float32), np.arange(-60, -3)[:, None])
+    stored, bound = Rounded().store((exact, np.zeros(exact.shape)), dtype)
+    assert (np.abs(stored.astype(np.float64) - exact) <= bound).all()
+
+
+def test_a_graph_whose_f16_results_are_small_is_proven():
+    """The squares of the smallest inputs are below the normal range of f16."""
+    p = ProgramBuilder("squares")
+    x, a, b = (p.input(name, (16, 16), "f16") for name in "xab")
+    program = p.build(p.linear(x, a).map("a0 * a0 + a1 * a1", p.linear(x, b)))
+    assert all(prove(program, graph).worst <= 1.0 for graph in graphs_of(program))
+
+
 def test_an_output_that_is_only_rounded_is_proven():
     """A residual that leaves beside the norm's linear layer."""
     p = ProgramBuilder("residual")

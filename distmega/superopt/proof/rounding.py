@@ -22,7 +22,12 @@ STORED_UNIT = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 0.0, "f64": 0.0}
 """Relative rounding error of a stored element, at most: of 8 bits, 11 and more."""
 
 TINY = 2.0**-126
-"""What an underflow loses at most."""
+"""What an underflow of f32 loses at most."""
+
+STORED_TINY = {"bf16": TINY, "f16": 2.0**-25, "f32": 0.0, "f64": 0.0}
+"""What a stored element loses at most where it is too small for the type's precision: f16 has steps
+of 2^-24 below 2^-14.
+"""
 
 
 class Rounded(Arithmetic):
@@ -82,8 +87,8 @@ class Rounded(Arithmetic):
         return value, a[1].max(axis=dims)
 
     def store(self, a: Planes, dtype: str) -> Planes:
-        unit = STORED_UNIT[dtype]
-        return round_to(a[0], dtype), a[1] + unit * np.abs(_wide(a[0])) + TINY * (unit > 0)
+        lost = STORED_UNIT[dtype] * np.abs(_wide(a[0])) + STORED_TINY[dtype]
+        return round_to(a[0], dtype), a[1] + lost
 
     def _near(self, name: str, args: Sequence[Planes]) -> Planes:
         """A function, and by how much it moves at the ends of its operands' ranges."""
