@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distmega.errors import DistmegaError, RequestError
+from distmega.json_file import parse_json_text
 from distmega.program.text import parse_program, print_program
 from distmega.program.types import Program
 from distmega.superopt.graph.text import parse_graph
@@ -93,7 +94,7 @@ def _unwritable_as_request(path: Path) -> Iterator[None]:
 def read_rules(path: Path) -> list[RewriteRule]:
     """Rules of a file. RequestError if it can't be read, was edited or is from another version."""
     try:
-        body: Any = json.loads(path.read_text(encoding="utf-8"))
+        body: Any = parse_json_text(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _refused(path, f"it can't be read ({error})") from error
     if not isinstance(body, dict) or set(body) != {"version", "rules", "digest"}:

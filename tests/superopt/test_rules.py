@@ -101,6 +101,10 @@ def test_edited_file_is_refused_whole(tmp_path: Path, norm_rules: list[RewriteRu
 def test_missing_file_and_folder_are_named(tmp_path: Path, norm_rules: list[RewriteRule]):
     with pytest.raises(RequestError, match="can't be read"):
         read_rules(tmp_path / "none.json")
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    with pytest.raises(RequestError, match=r"can.t be read .*brackets"):
+        read_rules(deep)
     with pytest.raises(RequestError, match="can't be written"):
         write_rules(tmp_path / "none" / "rules.json", norm_rules)
 

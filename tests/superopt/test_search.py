@@ -2,7 +2,7 @@
 
 import pytest
 
-from distmega.errors import ProgramError
+from distmega.errors import ProgramError, RequestError
 from distmega.kernels.machines import H200
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
@@ -199,3 +199,25 @@ def test_states_and_long_programs_are_refused():
         x = x * 2.0
     with pytest.raises(ProgramError, match="op 'pointwise_12': it is the 13th"):
         Search(p.build(x), H200, QUICK)
+
+
+def test_whole_numbers_are_refused_by_name():
+    p = ProgramBuilder("counts")
+    program = p.build(p.input("n", (4, 8), "i64").map("a0 + 1"))
+    with pytest.raises(
+        ProgramError, match=r"'pointwise_0': tensor 'n' of type i64; expected .*f32"
+    ):
+        found(program)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_kernels": 0}, {"max_kernels": 1.5}, {"slack": -1}, {"num_kept": 0}, {"loops": (1,)},
+        {"splits": (0,)}, {"max_recipes": -5}, {"num_scheduled": True}, {"shared_bytes": 0},
+    ],
+)  # fmt: skip
+def test_limits_that_leave_nothing_to_search_are_refused(limits: dict[str, object]):
+    (name,) = limits
+    with pytest.raises(RequestError, match=f"search limit {name}=.*whole numbers of at least"):
+        SearchLimits(**limits)

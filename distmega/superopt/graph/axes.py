@@ -22,6 +22,9 @@ KNOWN = (*COMPUTE, *DATA_MOVEMENT)
 ROW_KINDS = ("rms_norm", "layer_norm", "softmax")
 """Kinds that read their last axis d once more as r."""
 
+FLOATS = ("bf16", "f16", "f32", "f64")
+"""Types of its tensors: whole numbers and bools are no field."""
+
 MAX_OPS = 12
 
 
@@ -41,7 +44,8 @@ def unsupported(op: Op, found: str) -> ProgramError:
     """The error of an op that is outside what is searched."""
     return ProgramError(
         f"op {op.name!r}: {found}",
-        expected=f"ops of kinds {', '.join(KNOWN)} on whole tensors, without states",
+        expected=f"at most {MAX_OPS} ops of kinds {', '.join(KNOWN)}, on whole tensors of "
+        f"{', '.join(FLOATS)}, without states",
         remedy="leave it outside the part that is optimized",
     )
 
@@ -49,7 +53,11 @@ def unsupported(op: Op, found: str) -> ProgramError:
 def check_program(program: Program) -> Program:
     """Refuses what is outside the bounds, naming the op; gives the program."""
     states = {tensor.name for tensor in program.with_role("state")}
+    dtypes = {tensor.name: tensor.dtype for tensor in program.tensors}
     for op in program.ops:
+        other = next((x.tensor for x in accesses(op) if dtypes[x.tensor] not in FLOATS), None)
+        if other:
+            raise unsupported(op, f"tensor {other!r} of type {dtypes[other]}")
         if any(access.tensor in states for access in accesses(op)):
             raise unsupported(op, "it uses a state")
         if op.kind not in KNOWN:

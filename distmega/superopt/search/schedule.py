@@ -12,6 +12,7 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 
+from distmega.errors import RequestError
 from distmega.program.dtypes import item_bytes
 from distmega.sharding.search.cost import DeviceRates
 from distmega.superopt.graph.arithmetic import Array
@@ -37,10 +38,15 @@ MODEL_ERROR = 1.1
 """How many times as long a graph may take by the model that a GPU may like better."""
 
 
+LEAST = {"slack": 0, "loops": 2, "splits": 2}
+"""Limits of a search that may be 0, or must be more than 1."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLimits:
-    """What is searched: kernels of a graph, ops beyond the least, recipes scheduled, parts of a
-    loop and of a divided axis, blocks, and shared bytes of a block.
+    """What is searched: kernels of a graph, ops beyond the least, recipes found and scheduled,
+    candidates kept, parts of a loop and of a divided axis, blocks, and shared bytes of a block.
+    RequestError for numbers that leave nothing to search.
     """
 
     max_kernels: int = 3
@@ -52,6 +58,18 @@ class SearchLimits:
     splits: tuple[int, ...] = (4, 8, 16, 32, 64)
     max_blocks: int = 2048
     shared_bytes: int = SHARED_BYTES
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            found = getattr(self, name)
+            least = LEAST.get(name, 1)
+            numbers = found if isinstance(found, tuple) else (found,)
+            if any(type(number) is not int or number < least for number in numbers):
+                raise RequestError(
+                    f"search limit {name}={found!r}",
+                    expected=f"whole numbers of at least {least}",
+                    remedy="leave it out for the usual limit",
+                )
 
 
 @dataclass(frozen=True, slots=True)
