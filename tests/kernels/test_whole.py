@@ -135,6 +135,22 @@ def test_a_call_with_an_index_out_of_range_leaves_the_program_usable():
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("megakernel", [True, False])
+@pytest.mark.parametrize(
+    "wrong", [{"at": [-1, 2]}, {"at": [4, 2]}, {"of": [0, -1]}, {"of": [3, 0]}]
+)
+def test_an_append_outside_of_its_cache_is_refused(megakernel: bool, wrong: dict[str, list[int]]):
+    """Places do not count from the end."""
+    p = ProgramBuilder("appends")
+    cache, x = p.state("cache", (3, 2, 4, 5)), p.input("x", (2, 2, 5))
+    p.kv_append(cache, x, p.input("at", (2,), "i64"), p.input("of", (2,), "i64"))
+    step = compiled(p.build(cache), megakernel=megakernel)
+    given = {"cache": torch.zeros(3, 2, 4, 5), "x": torch.ones(2, 2, 5)}
+    places = {name: torch.tensor(wrong.get(name, [0, 1])) for name in ("at", "of")}
+    with pytest.raises(RankFailure, match=r"IndexError.*out of bounds"):
+        step(given | places)
+
+
 def divided(rows: int, *, looks_up: bool) -> tuple[Program, dict[str, Layout]]:
     """Ranks have some columns of the rows that come in, and add up products of these."""
     p = ProgramBuilder("divided")
