@@ -7,12 +7,14 @@ other. Next: finalize.py.
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from distmega.collecting import gc_paused
 from distmega.errors import PlanError
+from distmega.program.gather_early import gather_early
 from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Op, Program, accesses
 from distmega.sharding import late
@@ -38,7 +40,7 @@ from distmega.sharding.resolve.resolve import (
     Resolver,
     Splits,
 )
-from distmega.sharding.search.cost import Machine, residency_prices_us
+from distmega.sharding.search.cost import Machine, op_time_us, residency_prices_us
 from distmega.sharding.search.options import SplitOption
 from distmega.sharding.search.search import AxisSearch, NoOptionError, Problem
 from distmega.sharding.search.signatures import OptionTable
@@ -51,6 +53,10 @@ logger = logging.getLogger(__name__)
 
 RESIDENCY_FACTORS = (1.0, 8.0, 64.0, 512.0)
 """Multiples of the usual price of residency, tried in turn until a plan fits a memory limit."""
+
+SLACK = 0.005
+"""Share of a program's time that early gathers may take more: of few rows nothing is saved, and a
+launch more counts, but what is planned for few is run for many, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,22 +382,56 @@ def plan_program(
     overlap: how matmuls run beside collectives, by default as the cost model expects to be fastest.
     PlanError: an annotation, `overlap` or the limit can't be met, or a mesh axis has more ranks
     than the heads of the program's attention allow.
+
+    Rows that nobody reads are not computed (gather_early), where that is expected to be no slower:
+    the plan's `program` then is another one with the same inputs, weights, states, outputs and
+    annotated tensors.
     """
     _check_types(program, mesh, machine, annotations)
     start = time.perf_counter()
-    planner = _Planner(program, mesh, machine, annotations or {}, overlap, spreads=spreads)
+    found: list[Plan] = []
+    for each in _forms(program, mesh, machine, annotations or {}):
+        planner = _Planner(each, mesh, machine, annotations or {}, overlap, spreads=spreads)
+        found.append(_fitting_plan(planner, memory_limit_bytes))
+    least_us = min(plan.time_us for plan in found)
+    plan = next(plan for plan in reversed(found) if plan.time_us <= (1 + SLACK) * least_us)
+    took = 1000 * (time.perf_counter() - start)
+    logger.info("planned %s on %s in %.0f ms", program.name, mesh, took)
+    return plan
+
+
+def _forms(
+    program: Program, mesh: DeviceMesh, machine: Machine, annotations: Mapping[str, Layout]
+) -> tuple[Program, ...]:
+    """The program as it is, and with its gathers early if that is no slower on one rank; alone
+    where there is no other rank.
+    """
+    early = gather_early(program, annotations)
+    more_us = _ops_us(early, program, machine) - _ops_us(program, early, machine)
+    if early is program or more_us > SLACK * _ops_us(program, None, machine):
+        return (program,)
+    return (program, early) if mesh.num_ranks > 1 else (early,)
+
+
+def _ops_us(program: Program, other: Program | None, machine: Machine) -> float:
+    """Time of the ops on one rank, but for those of another program."""
+    tensors, known = program.tensor_map(), {*other.ops} if other else set()
+    return math.fsum(op_time_us(op, tensors, machine) for op in program.ops if op not in known)
+
+
+def _fitting_plan(planner: _Planner, memory_limit_bytes: int | None) -> Plan:
+    """The plan of the lowest price of residency that keeps a memory limit."""
     smallest: Plan | None = None
     for factor in RESIDENCY_FACTORS:
         plan = planner.plan(factor, {})
         if memory_limit_bytes is None or plan.memory.total_bytes <= memory_limit_bytes:
-            took = 1000 * (time.perf_counter() - start)
-            logger.info("planned %s on %s in %.0f ms", program.name, mesh, took)
             return plan
         if smallest is None or plan.memory.total_bytes < smallest.memory.total_bytes:
             smallest = plan
     assert smallest is not None
     raise PlanError(
-        f"program {program.name!r} needs {smallest.memory.total_bytes} bytes per rank on {mesh}",
+        f"program {planner.program.name!r} needs {smallest.memory.total_bytes} bytes per rank"
+        f" on {planner.mesh}",
         expected=f"at most {memory_limit_bytes} bytes per rank",
         remedy="use more ranks, a shorter context or a smaller model",
     )

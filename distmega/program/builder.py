@@ -289,7 +289,7 @@ class ProgramBuilder:
         return tuple(Handle(self, tensor) for tensor in built[1])
 
     def embedding(self, ids: Handle, table: Handle, name: str = "") -> Handle:
-        """Rows of table [v, d] at ids [m], integers: [m, d], of the table's dtype."""
+        """Rows of table [v, ..., d] at ids [m], integers: [m, ..., d], of the table's dtype."""
         return self._add(
             lookups.embedding(self._name(name, "embedding"), self._own(ids), self._own(table))
         )

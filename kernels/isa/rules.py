@@ -380,10 +380,6 @@ def _attention(context: Context, part: IterationBox) -> Instruction:
     )
 
 
-def _embedding_classes(op: Op) -> dict[str, str]:
-    return {"m": "m", "d": "d", "v": ""}
-
-
 def _embedding(context: Context, part: IterationBox) -> Instruction:
     (m,), (d,) = part.dims["m"], part.dims["d"]
     return opcodes.Embedding(
@@ -510,7 +506,7 @@ COMPUTE_RULES: Mapping[str, LoweringRule] = {
     "rope": LoweringRule({"m": 1, "h": 1, "d": 1}, _rope_classes, _rope),
     "kv_append": LoweringRule({"m": 1, "h": 1, "d": 1}, _kv_append_classes, _kv_append),
     **dict.fromkeys(("attention", "biased_attention", "attend"), _ATTENTION),
-    "embedding": LoweringRule({"m": 1, "d": 1}, _embedding_classes, _embedding),
+    "embedding": LoweringRule({"m": 1, "d": 1}, classes_but("d", "v", m="m"), _embedding),
     "gather": LoweringRule({"i": 4}, classes_but("i", "v"), _gather),
     "argmax": LoweringRule({"m": 1}, classes_but("m", "v"), _argmax),
     **dict.fromkeys(("top", "topk"), _TOP),

@@ -115,6 +115,11 @@ STATEMENTS: list[tuple[Built, str]] = [
         "embedding[m:5 d:8 v:100:reduce:sum:lookup] p(m) table(v, d) -> y(m, d)",
     ),
     (
+        lookups.embedding("y", POSITIONS, t("table", 100, 2, 4, 8)),
+        "embedding[m:5 h0:2 h1:4 d:8 v:100:reduce:sum:lookup]"
+        " p(m) table(v, h0, h1, d) -> y(m, h0, h1, d)",
+    ),
+    (
         argmax("y", X),
         "argmax[m0:8 v:64:reduce:argmax] x(m0, v) -> y.value(m0) y(m0)",
     ),

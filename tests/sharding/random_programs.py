@@ -364,3 +364,27 @@ STEPS: tuple[Step, ...] = (
 OVERWRITES: tuple[Step, ...] = (
     *(state, into_any, into_any, into_part, into_part, cached, cached, weight_alone),
 )
+
+
+def random_gathers(seed: int) -> Program:
+    """A random program of whose last results gathers and slices take half of the rows."""
+    d, outputs = Draft(seed), dict[str, Handle]()
+    for _ in range(7):
+        d.grow(STEPS + OVERWRITES)
+    for x in d.known[-3:]:
+        if x.shape:
+            y = half_of_rows(d, x)
+            outputs |= {z.name: z for z in ((y, unary(d, y)) if d.chance(0.5) else (y,))}
+    return d.p.build(*(outputs.values() or d.known[-1:]))
+
+
+def half_of_rows(d: Draft, x: Handle) -> Handle:
+    """The first dim by numbers that an input holds, or any by a slice."""
+    dim = d.any_dim(x)
+    num = (x.shape[dim] + 1) // 2
+    if dim == 0 and len(x.shape) > 1 and d.chance(0.6):
+        ids = d.p.input(f"last_{x.name}", (num,), "i64")
+        return d.sized(d.p.embedding(ids, x), x)
+    start = d.rng.randrange(num)
+    start -= max(start + num - x.shape[dim], 0)
+    return d.sized(d.p.slice(x, dim, start, start + num, view=d.chance(0.3)), x)

@@ -176,7 +176,8 @@ def attention(op: Op, xs: Sequence[np.ndarray], base: int) -> np.ndarray:
 def embedding(op: Op, xs: Sequence[np.ndarray], base: int) -> np.ndarray:
     ids, table = xs
     mine = (ids >= base) & (ids < base + table.shape[0])
-    return np.where(mine[:, None], table[np.where(mine, ids - base, 0)], 0)
+    rows = table[np.where(mine, ids - base, 0)]
+    return np.where(mine.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
 
 
 def padded(x: np.ndarray, dim: int, extent: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from distmega.kernels.machines import CPU, H200
 from distmega.program.builder import ProgramBuilder
 from distmega.program.text import parse_program, print_program
 from distmega.program.types import Program
+from distmega.sharding import planner
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import REPLICATED, Layout, Partial, Shard, shard
 from distmega.sharding.localize import localize
@@ -21,8 +22,8 @@ from distmega.sharding.search.signatures import OptionTable
 from distmega.sharding.verify import verify_plan_parts
 from tests.calls import num_calls
 from tests.sharding.programs import decoder, mlp
-from tests.sharding.random_programs import random_program
-from tests.sharding.simulate import check_plan, random_arrays
+from tests.sharding.random_programs import random_gathers, random_program
+from tests.sharding.simulate import check_plan, random_arrays, run_whole
 
 SMOL = {"hidden": 576, "heads": 3, "group": 3, "head": 64, "ffn": 1536, "vocab": 49152}
 LARGE = {"hidden": 8192, "heads": 8, "group": 8, "head": 128, "ffn": 28672, "vocab": 128256}
@@ -351,3 +352,22 @@ def test_only_attention_must_divide_what_it_reads_of_states():
     program = p.build(read.map("a0 * 2"))
     plan = plan_program(program, DeviceMesh(tp=2), CPU)
     check_plan(plan, random_arrays(program, 0), exact=False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gathers_of_rows_are_early_where_that_is_cheaper(ranks: int, monkeypatch):
+    """And what leaves the program is the same."""
+    moved = 0
+    for seed in range(40):
+        program = random_gathers(seed)
+        plan = plan_program(program, DeviceMesh(tp=ranks), H200)
+        arrays = random_arrays(program, seed)
+        check_plan(plan, arrays)
+        found, expected = run_whole(plan.program, arrays), run_whole(program, arrays)
+        assert all((found[name] == expected[name]).all() for name in program.outputs)
+        moved += plan.program is not program
+        with monkeypatch.context() as patched:
+            patched.setattr(planner, "gather_early", lambda program, kept: program)
+            stays = plan_program(program, DeviceMesh(tp=ranks), H200)
+        assert plan.time_us <= (1 + planner.SLACK) * stays.time_us
+    assert 0 < moved < 40

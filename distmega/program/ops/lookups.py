@@ -28,20 +28,16 @@ from distmega.program.types import Axis, Op, Tensor
 
 
 def embedding(name: str, ids: Tensor, table: Tensor) -> Built:
-    """Rows of table [v, d] at ids [m]: a one-hot contraction over v, one row touched."""
-    if len(ids.shape) != 1 or len(table.shape) != 2:
-        raise bad_op(name, f"ids {ids.shape}, table {table.shape}", "[m] and [v, d]")
+    """Rows of table [v, ..., d] at ids [m]: a one-hot contraction over v, one row touched."""
+    if len(ids.shape) != 1 or len(table.shape) < 2:
+        raise bad_op(name, f"ids {ids.shape}, table {table.shape}", "[m] and [v, ..., d]")
     require_integers(name, ids)
-    axes = [Axis(name="m", extent=ids.shape[0]), Axis(name="d", extent=table.shape[1])]
+    inner = [*axis_names("h", len(table.shape) - 2), "d"]
+    out = Tensor(name=name, shape=(ids.shape[0], *table.shape[1:]), dtype=table.dtype)
+    axes = [Axis(name=n, extent=e) for n, e in zip(["m", *inner], out.shape, strict=True)]
     axes.append(Axis(name="v", extent=table.shape[0], role="reduce", combine="sum", lookup=True))
-    out = Tensor(name=name, shape=(ids.shape[0], table.shape[1]), dtype=table.dtype)
-    return make_op(
-        name,
-        "embedding",
-        axes,
-        [access(ids, "m"), access(table, "v", "d")],
-        [access(out, "m", "d")],
-    ), (out,)
+    reads = [access(ids, "m"), access(table, "v", *inner)]
+    return make_op(name, "embedding", axes, reads, [access(out, "m", *inner)]), (out,)
 
 
 def gather(name: str, x: Tensor, ids: Tensor, dim: int) -> Built:
@@ -84,7 +80,7 @@ def topk(name: str, x: Tensor, num_top: int) -> Built:
 
 
 def embedding_values(ids: Any, table: Any, base: int | None = None) -> Any:
-    """Rows of table [v, d] at ids [m]; torch raises IndexError for an id outside.
+    """Rows of table [v, ..., d] at ids [m]; torch raises IndexError for an id outside.
 
     base: the table holds the ids from there on, and the rows of others are zeros.
     """
@@ -93,7 +89,7 @@ def embedding_values(ids: Any, table: Any, base: int | None = None) -> Any:
     local = ids - base
     mine = (local >= 0) & (local < table.shape[0])
     rows = table.index_select(0, local.clamp(0, table.shape[0] - 1))
-    return rows.masked_fill(~mine.unsqueeze(1), 0)
+    return rows.masked_fill(~mine.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
 def _embedding_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:

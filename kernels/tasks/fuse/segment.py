@@ -119,7 +119,8 @@ def is_last(fusion: Fusion, op: Op) -> bool:
 
 def fuse_embedding(fusion: Fusion, op: Op) -> Fused:
     out, num_ranks, ops = fusion.summed(op)
-    if bool(op.get("base_axis", "")) != (num_ranks > 1):
+    has_heads = len(fusion.tensors[out].shape) > 2
+    if has_heads or bool(op.get("base_axis", "")) != (num_ranks > 1):
         raise does_not_fuse(op)
     gather = fusion.only_user(out)
     if gather is not None and kind_of(gather).gathers_all and num_ranks == 1:

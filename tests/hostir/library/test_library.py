@@ -247,10 +247,11 @@ def with_attrs(op: Op, **attrs: int | str) -> Op:
     return replace(op, attrs=tuple(sorted(attrs.items())))
 
 
-def test_embedding_by_shards_sums_to_the_whole():
-    table, ids = torch.randn(10, 4), torch.tensor([9, 0, 3, 4])
-    op, _ = lookups.embedding("y", declared("i", ids), declared("t", torch.empty(4, 4)))
-    padded = F.pad(table, (0, 0, 0, 2))
+@pytest.mark.parametrize("row", [(4,), (2, 3, 4)])
+def test_embedding_by_shards_sums_to_the_whole(row: tuple[int, ...]):
+    table, ids = torch.randn(10, *row), torch.tensor([9, 0, 3, 4])
+    op, _ = lookups.embedding("y", declared("i", ids), declared("t", torch.empty(4, *row)))
+    padded = torch.cat([table, torch.zeros(2, *row)])
     local = with_attrs(op, base_axis="tp", base_stride=4, extent=10)
     parts = [
         run_op(local, {"i": ids, "t": padded[4 * rank : 4 * rank + 4]}, {"tp": rank})["y"]

@@ -106,8 +106,10 @@ def test_a_product_that_is_viewed_afterwards_is_not_copied():
 
 
 def test_a_gather_with_several_readers_runs_beside_their_joined_product():
-    """Rows scattered between sums: four kernels a layer but for what the first one reads."""
-    config = replace(PRESETS["qwen3-8b"], num_layers=2)
+    """Rows scattered between sums: four kernels a layer but for what the first one reads. The last
+    layer has one row behind its attention.
+    """
+    config = replace(PRESETS["qwen3-8b"], num_layers=3)
     options = EngineOptions(max_context=4096)
     staged = plan_decode(config, DeviceMesh(tp=2), H200, options)
     decode_plan = lower_decode(config, staged, options, peer_memory=True)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -209,15 +210,18 @@ def test_random_blocks():
 
 @pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.2-1b"])
 def test_a_layer_of_a_prompt_is_eight_kernels(model: str):
-    """And a last sum, whose row a norm of others reads."""
-    config = replace(PRESETS[model], num_layers=2)
+    """The last one takes the rows that make tokens behind its attention; norm and head follow."""
+    config = replace(PRESETS[model], num_layers=3)
     options = EngineOptions(max_context=1024, batch=4)
     staged = plan_decode(config, DeviceMesh(tp=1), H200, options)
     plan = lower_decode(config, staged, options, peer_memory=False)
     host = lower_prefill(plan, 512, "none")
     ops = [node.op for node in host.body if isinstance(node, LibraryOp) and not node.op.is_view]
-    layer = [op.kind for op in ops if op.name.startswith("layers.1.")]
-    assert layer == [
-        "fused_norm", "linear", "fused_heads", "attention", "linear", "fused_norm", "fused_linear",
-        "linear", "pointwise",
+    starts = [n for n, op in enumerate(ops) if op.name.endswith(".attn_in")]
+    layers = [[op.kind for op in ops[start:stop]] for start, stop in pairwise([*starts, len(ops)])]
+    first = ["fused_norm", "linear", "fused_heads", "attention"]
+    assert layers[1] == [*first, "linear", "fused_norm", "fused_linear", "linear"]
+    assert layers[2] == [
+        *first, "embedding", "linear", "embedding", "fused_norm", "fused_linear", "linear",
+        "fused_norm", "linear", "argmax",
     ]  # fmt: skip

@@ -30,7 +30,7 @@ BY_ROWS = ("tokens", "positions", "sequences")
 def decode_plan_of(
     model: str, num_ranks: int, batch: int = 1, machine: Machine = H200, method: Method = GREEDY
 ) -> DecodePlan:
-    config = replace(PRESETS[model], num_layers=2)
+    config = replace(PRESETS[model], num_layers=3)
     options = EngineOptions(max_context=4096, batch=batch)
     staged = plan_decode(config, DeviceMesh(tp=num_ranks), machine, options, method=method)
     return lower_decode(config, staged, options, peer_memory=True, method=method)
@@ -44,8 +44,8 @@ def resized(host: HostProgram, size: int, name: str) -> HostProgram:
     ("model", "num_ranks", "batch", "sizes"),
     [
         ("qwen3-8b", 1, 1, (64, 448, 2048)),
-        ("llama-3.2-1b", 1, 4, (100, 2048, 8192)),
-        ("qwen3-8b", 2, 16, (2048, 2560, 8192)),
+        ("llama-3.2-1b", 1, 16, (64, 2048, 8192)),
+        ("qwen3-8b", 2, 16, (4608, 6144, 8192)),
         ("qwen3-8b", 2, 1, (64, 192, 448)),
     ],
 )
@@ -72,12 +72,15 @@ def rules_of(host: HostProgram) -> list[str]:
 
 
 def test_rules_make_ops_whose_sizes_are_no_rows_of_prompts():
-    """The last norm and the logits, of one row; those of all rows are left alone."""
+    """The last layer's norm and gate, the last norm and the logits, of one row; those of all rows
+    are left alone.
+    """
     decode_plan = decode_plan_of("llama-3.2-1b", 1)
-    (rule,) = rules_of(lower_prefill(decode_plan, 64, "none"))
-    assert rule.startswith("rmsnorm_linear.")
+    rules = rules_of(lower_prefill(decode_plan, 64, "none"))
+    assert len(rules) == 2
+    assert all(rule.startswith("rmsnorm_linear.") for rule in rules)
     assert rules_of(lower_prefill(decode_plan, 64, "all")) == []
-    assert rules_of(lower_library_decode(decode_plan)) != [rule]
+    assert rules_of(lower_library_decode(decode_plan)) != rules
     on_cpu = decode_plan_of("llama-3.2-1b", 1, machine=CPU)
     assert rules_of(lower_prefill(on_cpu, 64, "none")) == []
 

@@ -230,6 +230,14 @@ def test_an_op_that_no_rule_takes_is_named():
         fuse_segment(program)
 
 
+def test_rows_of_heads_that_are_looked_up_are_named():
+    p = ProgramBuilder("rows")
+    rows = p.embedding(p.input("ids", (1,), "i64"), p.weight("table", (9, 4, 16)), name="rows")
+    program = p.build(p.linear(rows, p.weight("w", (64, 4, 16)), spec="m h d, n h d -> m n"))
+    with pytest.raises(UnsupportedError, match="'rows' of kind embedding does not fuse"):
+        fuse_segment(program)
+
+
 def test_attention_to_values_of_other_sizes_is_named():
     p = ProgramBuilder("values")
     q, k, v = (p.input(name, (1, 2, 4, 24 if name == "v" else 16)) for name in "qkv")
