@@ -12,6 +12,7 @@ from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.ops import norms
 from distmega.program.ops.attention import biased_attention
 from distmega.program.types import Program
+from tests.kernels.records.random_attention import LATE, SEQUENCES, random_attention
 
 Make = Callable[[ProgramBuilder, str], Sequence[Handle]]
 
@@ -231,7 +232,9 @@ KINDS: Mapping[str, tuple[Make, Sequence[str]]] = MappingProxyType({
 
 
 def program_of(kind: str, dtype: str) -> Program:
-    """A program by the name of its kind."""
+    """A program by the name of its kind, or of random attention by its seed."""
+    if kind.isdecimal():
+        return random_attention(int(kind), dtype)
     p = ProgramBuilder(kind)
     return p.build(*KINDS[kind][0](p, dtype))
 
@@ -246,6 +249,7 @@ def values_of(program: Program) -> dict[str, Tensor]:
     """Inputs, weights and states; products of about 1, indices that are there."""
     generator = torch.Generator().manual_seed(1)
     limits = {"ids": POSITIONS, "positions": POSITIONS, "places": 6}
+    limits |= {"late": LATE, "sequences": SEQUENCES, "starts": 1}
     values: dict[str, Tensor] = {}
     for tensor in program.tensors:
         if tensor.role == "temp":

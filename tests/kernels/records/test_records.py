@@ -27,13 +27,17 @@ MESH = DeviceMesh(tp=1)
 SHORT = "broadcast", "i32"
 SPILLED_BYTES = 48
 BY_DAY = "whole_linear:i64", "tiled:bf16", "states:f32", "looked_up:f32", "whole_powers:i32"
+ATTENTION = [f"{seed}:{'bf16' if seed % 5 else 'f16'}" for seed in range(60)]
+"""Random ones, each form of attention in turn."""
 
 
 @pytest.mark.parametrize(
     "names",
     [
         BY_DAY,
+        tuple(ATTENTION[6:12]),
         pytest.param(tuple(map(":".join, NAMES)), marks=pytest.mark.nightly),
+        pytest.param((*ATTENTION, *(f"{n}:f32" for n in range(6))), marks=pytest.mark.nightly),
     ],
     ids=len,
 )
