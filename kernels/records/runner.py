@@ -110,6 +110,7 @@ class RecordRunner:
             self._specs,
             num_warps=WARPS,
             num_stages=1,
+            maxnreg=255,
             launch_cooperative_grid=True,
         )
         self._epoch.add_(1)
