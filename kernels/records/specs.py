@@ -3,7 +3,7 @@
 In: encoded queues. Out: the `RecordSpec` of each record, equal ones once, and for each record the
 number of its spec. A spec has what decides about code: the opcode, where operands lie and of which
 type they are, a formula, a way of combining; extents, strides and bases stay in the record's
-words. Next on the walk: words.py.
+words. Next on the walk: heads.py.
 """
 
 import math
@@ -31,6 +31,7 @@ from distmega.kernels.isa.opcodes import (
     Linear,
     Ref,
 )
+from distmega.kernels.records.heads import find_tiles
 from distmega.program.expr import Expr
 
 BODIES: frozenset[type[Instruction]] = frozenset(
@@ -47,6 +48,7 @@ MOST_TILED = 64
 """Rows and columns of a product that an SM makes together, at most."""
 LEAST_TILED, MOST_M, MOST_N = 64, 128, 256
 """Rows and columns of those by tensor cores, at least and at most."""
+CAPPED = "capped"
 IDLE = -1
 """The spec of a record that only waits and signals."""
 
@@ -64,12 +66,13 @@ class RecordSpec:
     """What all records of one branch of the kernel share.
 
     operands: in the order of fields, None where there is none; extra: those of the ExtraOperands
-    before. way: the name of what combines, normalises or scans, "" for others. formula: of a
-    Pointwise. widths: powers of two at least as large as the rows that stay in registers as a
-    whole; rows and columns of the tiles of a product. others: bits of what an Attend takes. steps:
-    strides of a product that is made by tiles of tensor cores, so that its loads are compiled as
-    wide as they may be; () for others. units: powers of two that divide its m, n, k and the first
-    elements of x, w and out.
+    before. way: the name of what combines, normalises or scans, CAPPED of an attention with a soft
+    cap, "" for others. formula: of a Pointwise. widths: powers of two at least as large as the rows
+    that stay in registers as a whole; rows and columns of the tiles of a product; behind those of
+    heads, queries and keys of the tiles of an attention. others: bits of what an Attend takes.
+    steps: strides of what is made by tiles of tensor cores, so that its loads are compiled as wide
+    as they may be; () for others. units: of a product so made, powers of two that divide its m, n,
+    k and the first elements of x, w and out; of an attention see heads.py.
     """
 
     opcode: str
@@ -143,10 +146,12 @@ def spec_of(
             units = tuple(map(_unit, (instruction.m, instruction.n, instruction.k, *firsts)))
         case opcodes.Linear(m=m, n=n) | opcodes.Contract(m=m, n=n):
             widths = min(_padded(m), MOST_TILED), min(_padded(n), MOST_TILED)
-        case opcodes.Attention(d=d, e=e):
-            widths = _padded(d), _padded(e)
-        case opcodes.Attend(d=d, e=e, others=others):
-            widths = _padded(d), _padded(e)
+        case opcodes.Attention() | opcodes.Attend():
+            way = CAPPED if instruction.softcap > 0 else ""
+            others = instruction.others if isinstance(instruction, opcodes.Attend) else 0
+            widths = _padded(instruction.d), _padded(instruction.e)
+            tiles = find_tiles(instruction, extra, widths)
+            widths, steps, units = widths + tiles.blocks, tiles.steps, tiles.units
     return RecordSpec(
         opcode=type(instruction).__name__,
         operands=operands,

@@ -135,10 +135,10 @@ def operand(record, arenas, spec: tl.constexpr, field: tl.constexpr, unit: tl.co
 
 
 @triton.jit
-def extra_operand(record, arenas, spec: tl.constexpr, nth: tl.constexpr):
+def extra_operand(record, arenas, spec: tl.constexpr, nth: tl.constexpr, unit: tl.constexpr = 1):
     """Likewise of operand number `nth` of those before the record."""
     word = record - extra_back(spec, nth) + word_of("ExtraOperand", "x")
-    return typed(arenas[space_of(spec, nth)], word, element_type(spec, nth))
+    return typed(arenas[space_of(spec, nth)], word, element_type(spec, nth), unit)
 
 
 @triton.jit
