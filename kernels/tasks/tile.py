@@ -2,10 +2,11 @@
 
 In: a segment, the number of workers (SMs), and the machine. Out: one TaskGroup an op, views
 excepted, in program order. A linear is cut into ranges of weight rows that give every worker the
-same bytes; one of many rows into tiles of rows and columns, of the size that is done first.
-Everything else is small where rows are few: it is cut only into as many tasks as are worth
-starting, each one box of the iteration space. Reduced, scattered and looked-up axes stay whole
-inside a task. Next on the walk: graph.py.
+same bytes; one of many rows into tiles of rows and columns, of the size that is done first;
+attention of rows that see the same keys into heads and rows likewise. Everything else is small
+where rows are few: it is cut only into as many tasks as are worth starting, each one box of the
+iteration space. Reduced, scattered and looked-up axes stay whole inside a task. Next on the walk:
+graph.py.
 """
 
 import math
@@ -37,14 +38,21 @@ MULTIPLIES = 1536
 LOADS_ELEMENTS = 20
 """Elements of them that it gets from the L2 cache meanwhile, while all SMs read."""
 FILL = 32
-"""What starting and storing a tile costs, in elements of a sum."""
+"""What starting and storing a tile costs, in elements of a sum or keys of an attention."""
 
 ROLES: tuple[Role, ...] = ("input", "weight", "state", "temp")
 
+HALVES = "bf16", "f16"
+ATTENDED_ROWS = 16, 128
+"""Queries of the tiles that attention of half types is cut into."""
+EXPONENTIALS = 16
+"""Of f32, that an SM of an H200 takes in a clock."""
+
+_ATTENTION = "attention", "biased_attention", "attend"
 _WHOLE_HEADS = {
     "rms_norm": ("d",), "layer_norm": ("d",), "softmax": ("d",), "rope": ("d",),
     "kv_append": ("d",), "cumsum": ("d",), "cumprod": ("d",),
-    **dict.fromkeys(("attention", "biased_attention", "attend"), ("g", "e")),
+    **dict.fromkeys(_ATTENTION, ("g", "e")),
 }  # fmt: skip
 """Kind -> parallel axes that stay whole, since cutting them repeats work of the other tile."""
 
@@ -56,8 +64,8 @@ def tile_segment(
     min_task_bytes: int = MIN_TASK_BYTES,
     row_multiple: int = ROW_MULTIPLE,
 ) -> tuple[TaskGroup, ...]:
-    """Task groups of all ops but views, at most about `num_sms` tasks each, products of many rows
-    excepted.
+    """Task groups of all ops but views, at most about `num_sms` tasks each, products and attention
+    of many rows excepted.
     """
     tensors = segment.tensor_map()
     footprints = Footprints(segment)
@@ -68,7 +76,8 @@ def tile_segment(
         wanted = min(num_sms, max(1, accessed_bytes(op, tensors) // min_task_bytes))
         if _is_inplace(op, footprints):
             wanted = 1
-        splits = _tiles(op, num_sms) or _splits(op, wanted, row_multiple)
+        splits = _tiles(op, num_sms) or _queries(op, wanted, num_sms, tensors)
+        splits = splits or _splits(op, wanted, row_multiple)
         groups.append(TaskGroup(op=op, splits=splits, all_ranks=kind_of(op).writes_peers))
     return tuple(groups)
 
@@ -182,6 +191,38 @@ def _tiles(op: Op, num_sms: int) -> tuple[RangeSplit, ...]:
         for side, extent, size in zip(sides, (num_m, num_n), best, strict=True)
         if extent > size
     )
+
+
+def _queries(
+    op: Op, wanted: int, num_sms: int, tensors: dict[str, Tensor]
+) -> tuple[RangeSplit, ...]:
+    """Heads and rows of an attention of half types whose rows see the same keys, which each task
+    reads but once for a tile; none for other ops, of one row, or where one task is enough.
+    """
+    num_m = op.extents.get("m", 1)
+    if op.kind not in _ATTENTION or num_m == 1 or wanted == 1:
+        return ()
+    keys = {name for index in op.reads[1].dims for name in index.axes}
+    if keys & {"m", "s"} or tensors[op.reads[1].tensor].dtype not in HALVES:
+        return ()
+    heads = [name for name in ("b", "h") if name in op.extents]
+    cuts: tuple[RangeSplit, ...] = ()
+    for name in heads:
+        left = math.ceil(wanted / math.prod(cut.num_tiles for cut in cuts))
+        cuts += _cut((name,), op.extents[name], left, 1)
+    tasks = math.prod(cut.num_tiles for cut in cuts)
+    each = math.ceil(math.prod(op.extents[name] for name in heads) / tasks)
+    num_d, num_e, num_t, group = (op.extents[name] for name in "detg")
+
+    def pieces(rows: int) -> int:
+        return math.ceil(num_m / max(1, rows // group))
+
+    def cost(rows: int) -> float:
+        turns = each * math.ceil(tasks * pieces(rows) / num_sms)
+        products = (num_d + num_e) * max(rows / MULTIPLIES, 1 / LOADS_ELEMENTS)
+        return turns * (num_t + FILL) * (products + rows / EXPONENTIALS)
+
+    return cuts + _cut(("m",), num_m, pieces(min(ATTENDED_ROWS, key=cost)), 1)
 
 
 def _contiguous(op: Op) -> set[str]:

@@ -66,6 +66,22 @@ def test_attention_takes_a_task_a_kv_head():
     assert (group.num_tasks, group.splits[0].axes) == (8, ("h",))
 
 
+@pytest.mark.parametrize(
+    ("rows", "dtype", "expected"),
+    [
+        (32, "bf16", {"h": 12, "m": 7}),  # of 5 rows of 3 heads
+        (2048, "bf16", {"h": 12, "m": 49}),  # of 42
+        (128, "f32", {"h": 12, "m": 11}),  # as many as there are SMs
+    ],
+)
+def test_attention_of_many_rows_is_cut_by_heads_and_rows(rows, dtype, expected):
+    p = ProgramBuilder("attention")
+    q = p.input("q", (1, 36, rows, 64), dtype)
+    k, v = (p.input(name, (1, 12, rows, 64), dtype) for name in "kv")
+    (group,) = groups_by_name(p.build(p.attend(q, k, v, None, 0.125, name="a")), 132).values()
+    assert {split.axes[0]: split.num_tiles for split in group.splits} == expected
+
+
 def test_one_axis_is_cut_if_it_is_long_enough_else_a_grid():
     for shape, expected in (((4, 65536), {"i1": 16}), ((3, 5, 4096), {"i0": 3, "i1": 5, "i2": 2})):
         p = ProgramBuilder("grid")
