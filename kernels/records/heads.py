@@ -40,12 +40,12 @@ class _Operand:
     ref: Ref
     strides: tuple[int, ...]
 
-    @property
-    def unit(self) -> int:
-        """What divides the first element, be the task another: strides lead from one to the next,
-        and elements next to each other are never parted.
-        """
-        return math.gcd(ALIGNED, self.ref.first, *(step for step in self.strides if step != 1))
+
+def unit_of_first(ref: Ref, strides: Sequence[int]) -> int:
+    """What divides the first element of an operand, be the task another: strides lead from one to
+    the next, and elements next to each other are never parted.
+    """
+    return math.gcd(ALIGNED, ref.first, *(step for step in strides if step != 1))
 
 
 def find_tiles(
@@ -65,7 +65,7 @@ def find_tiles(
         units=(
             math.gcd(ALIGNED, one.d),
             math.gcd(ALIGNED, one.e),
-            *(operand.unit for operand in operands),
+            *(unit_of_first(operand.ref, operand.strides) for operand in operands),
         ),
     )
 

@@ -1,8 +1,8 @@
 """Bodies of instructions that take rows as a whole: reductions, norms, scans, the largest elements.
 
 In: a record and the arenas. Out: what the instruction of the same name writes (isa/opcodes.py). A
-row passes through the SM a block at a time, as often as its statistics need. Next on the walk:
-products.py.
+row passes through the SM a block at a time, as often as its statistics need; norms read those that
+fit it once, several rows at a time. Next on the walk: products.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -14,7 +14,7 @@ from triton import language as tl
 
 from distmega.kernels.isa.opcodes import SCANS
 from distmega.kernels.records.points import combined, coordinate
-from distmega.kernels.records.specs import RecordSpec
+from distmega.kernels.records.specs import UNITED, RecordSpec
 from distmega.kernels.records.words import (
     has,
     number,
@@ -33,6 +33,7 @@ POINTS: tl.constexpr = tl.constexpr(64)
 DEPTH: tl.constexpr = tl.constexpr(16)
 OF_PRODUCTS = SCANS[1]
 """The scan that multiplies."""
+UNITS = {name: n for n, name in enumerate(UNITED)}
 NO_INDEX: tl.constexpr = tl.constexpr(2**62)
 
 
@@ -106,8 +107,94 @@ def reduce(record, arenas, spec: tl.constexpr):
         write(to + j * number(record, spec, "out_strides", 1), found, mask, spec, "out")
 
 
+@triton.constexpr_function
+def by_whole_rows(spec: RecordSpec):
+    """Whether an SM has all of a row at once."""
+    return bool(spec.widths)
+
+
+@triton.constexpr_function
+def rows_at_once(spec: RecordSpec):
+    return spec.widths[0]
+
+
+@triton.constexpr_function
+def row_width(spec: RecordSpec):
+    return spec.widths[1]
+
+
+@triton.constexpr_function
+def step_of(spec: RecordSpec, nth):
+    return spec.steps[nth]
+
+
+@triton.constexpr_function
+def unit_of(spec: RecordSpec, name):
+    """What divides a number or the place of the first element of an operand."""
+    return spec.units[UNITS[name]]
+
+
 @triton.jit
 def norm(record, arenas, spec: tl.constexpr):
+    if by_whole_rows(spec):
+        norm_of_rows(record, arenas, spec)
+    else:
+        norm_by_blocks(record, arenas, spec)
+
+
+@triton.jit
+def multiple(record, spec: tl.constexpr, name: tl.constexpr):
+    """A number of the record; the compiler sees that masks do not part what is loaded at once."""
+    return number(record, spec, name) // unit_of(spec, name) * unit_of(spec, name)
+
+
+@triton.jit
+def vector(record, arenas, spec: tl.constexpr, name: tl.constexpr, nth: tl.constexpr, i, mask):
+    """Elements i of a weight or bias, one row."""
+    start = operand(record, arenas, spec, name, unit_of(spec, name))
+    return read(start + i * step_of(spec, nth), mask, spec, name)[None, :]
+
+
+@triton.jit
+def norm_of_rows(record, arenas, spec: tl.constexpr):
+    """Of rows that are read once, several together."""
+    x = operand(record, arenas, spec, "x", unit_of(spec, "x"))
+    out = operand(record, arenas, spec, "out", unit_of(spec, "out"))
+    rows, dim = number(record, spec, "rows"), multiple(record, spec, "dim")
+    first, count = multiple(record, spec, "start"), multiple(record, spec, "count")
+    i = tl.arange(0, row_width(spec))
+    inside, written = i < dim, (i >= first) & (i < first + count)
+    for m0 in range(0, rows, rows_at_once(spec)):
+        m = m0 + tl.arange(0, rows_at_once(spec))
+        there = (m < rows)[:, None]
+        near = (m * step_of(spec, 0))[:, None] + (i * step_of(spec, 1))[None, :]
+        found = read(x + near, there & inside[None, :], spec, "x")
+        found = normalised(found, inside[None, :], dim, real(record, spec, "eps"), spec)
+        if has(spec, "weight"):
+            found = found * vector(record, arenas, spec, "weight", 4, i, inside)
+        if has(spec, "bias"):
+            found = found + vector(record, arenas, spec, "bias", 5, i, inside)
+        to = (m * step_of(spec, 2))[:, None] + ((i - first) * step_of(spec, 3))[None, :]
+        write(out + to, found, there & written[None, :], spec, "out")
+
+
+@triton.jit
+def normalised(found, inside, dim, eps, spec: tl.constexpr):
+    """Rows, zero behind their ends."""
+    if way_of(spec) == "softmax":
+        found = tl.where(inside, found, float("-inf"))
+        found = tl.exp(found - tl.max(found, 1, keep_dims=True))
+        return found * (1.0 / tl.sum(found, 1, keep_dims=True))
+    else:
+        if way_of(spec) == "layer":
+            found = tl.where(inside, found - tl.sum(found, 1, keep_dims=True) / dim, 0.0)
+        mean = tl.sum(found * found, 1, keep_dims=True) / dim
+        return found * (1.0 / tl.sqrt(mean + eps.to(found.dtype)))
+
+
+@triton.jit
+def norm_by_blocks(record, arenas, spec: tl.constexpr):
+    """Of rows that pass block by block."""
     x, out = operand(record, arenas, spec, "x"), operand(record, arenas, spec, "out")
     rows, dim = number(record, spec, "rows"), number(record, spec, "dim")
     first, count = number(record, spec, "start"), number(record, spec, "count")

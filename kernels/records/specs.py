@@ -31,7 +31,8 @@ from distmega.kernels.isa.opcodes import (
     Linear,
     Ref,
 )
-from distmega.kernels.records.heads import find_tiles
+from distmega.kernels.records.heads import find_tiles, unit_of_first
+from distmega.program.dtypes import INTEGER_BITS
 from distmega.program.expr import Expr
 
 BODIES: frozenset[type[Instruction]] = frozenset(
@@ -49,6 +50,10 @@ MOST_TILED = 64
 LEAST_TILED, MOST_M, MOST_N = 64, 128, 256
 """Rows and columns of those by tensor cores, at least and at most."""
 CAPPED = "capped"
+MOST_ROW, ROWS_ELEMENTS = 8192, 4096
+"""Elements of a row that an SM has at once, at most, and of several such rows."""
+UNITED = "dim", "start", "count", "x", "out", "weight", "bias"
+"""Of what a norm's spec has units."""
 IDLE = -1
 """The spec of a record that only waits and signals."""
 
@@ -69,10 +74,12 @@ class RecordSpec:
     before. way: the name of what combines, normalises or scans, CAPPED of an attention with a soft
     cap, "" for others. formula: of a Pointwise. widths: powers of two at least as large as the rows
     that stay in registers as a whole; rows and columns of the tiles of a product; behind those of
-    heads, queries and keys of the tiles of an attention. others: bits of what an Attend takes.
-    steps: strides of what is made by tiles of tensor cores, so that its loads are compiled as wide
-    as they may be; () for others. units: of a product so made, powers of two that divide its m, n,
-    k and the first elements of x, w and out; of an attention see heads.py.
+    heads, queries and keys of the tiles of an attention; rows of a norm that pass together, and how
+    long they are. others: bits of what an Attend takes.
+    steps: strides of what is made by tiles of tensor cores or whole rows, so that its loads are
+    compiled as wide as they may be; () for others. units: of a product so made, powers of two that
+    divide its m, n, k and the first elements of x, w and out; of an attention see heads.py, of a
+    norm UNITED.
     """
 
     opcode: str
@@ -134,7 +141,11 @@ def spec_of(
         case opcodes.Reduce(combine=number) | opcodes.SumRanks(combine=number):
             way = COMBINES[number]
         case opcodes.Norm(kind=number):
-            way = NORMS[number]
+            way, widths = NORMS[number], _whole_rows(instruction)
+            if widths:
+                steps = *instruction.x_strides, *instruction.out_strides
+                steps += instruction.vector_strides
+                units = _units_of_rows(instruction)
         case opcodes.Scan(kind=number):
             way = SCANS[number]
         case opcodes.Pointwise(expr=start):
@@ -172,6 +183,25 @@ def _by_tensor_cores(one: Linear) -> bool:
     halves = one.x.dtype == one.w.dtype and one.x.dtype in ("bf16", "f16")
     packed = 1 in one.x_strides and 1 in one.w_strides and min(one.x_strides + one.w_strides) >= 0
     return halves and packed and min(one.m, one.n, one.k) >= LEAST_TILED
+
+
+def _whole_rows(one: opcodes.Norm) -> tuple[int, ...]:
+    """Rows that an SM has at once, and elements of each, a power of two; () of rows too long."""
+    width = _padded(one.dim)
+    if width > MOST_ROW or one.x.dtype in INTEGER_BITS:
+        return ()
+    return (1 if one.rows == 1 else max(1, ROWS_ELEMENTS // width)), width
+
+
+def _units_of_rows(one: opcodes.Norm) -> tuple[int, ...]:
+    """What divides each of UNITED."""
+    strides = one.x_strides, one.out_strides, one.vector_strides[:1], one.vector_strides[1:]
+    refs = one.x, one.out, one.weight, one.bias
+    firsts = (
+        1 if ref is None else unit_of_first(ref, steps)
+        for ref, steps in zip(refs, strides, strict=True)
+    )
+    return (_unit(one.dim), _unit(one.start), _unit(one.count), *firsts)
 
 
 def _width(extent: int, most: int) -> int:

@@ -121,6 +121,18 @@ def normed(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
     ]
 
 
+def long_and_short_rows(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
+    """Norms of rows that an SM has not at once, and of many that it has."""
+    long, x = p.input("long", (2, 8200), dtype), p.input("x", (150, 96), dtype)
+    turned = p.transpose(p.input("y", (40, 7), dtype), (1, 0), view=True)
+    ws = [p.weight(f"w{n}", (n,), dtype) for n in (8200, 96, 40)]
+    return [
+        *(p.layer_norm(row, w, w, 1e-5) for row, w in zip((long, x, turned), ws, strict=True)),
+        *(p.softmax(row) for row in (long, x, turned)),
+        p.rms_norm(x, ws[1], 1e-5), p.rms_norm(long, ws[0], 1e-5),
+    ]  # fmt: skip
+
+
 def scans(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
     x = p.input("x", (3, 1100), dtype)
     return [p.cumsum(x), p.op(norms.cumprod, p.input("y", (4, 9), dtype))]
@@ -221,7 +233,8 @@ KINDS: Mapping[str, tuple[Make, Sequence[str]]] = MappingProxyType({
         (readme_mlp, ("f32", "bf16")), (tiled, ("bf16", "f16")), (odd_gate, ("f32", "bf16", "f16")),
         (broadcast, ("f32", "bf16", "i32", "i64", "f64")), (functions, ("f32", "f64")),
         (mixed_types, ("f32",)), (whole_powers, ("i32",)), (reductions, ("f32", "bf16", "i64")),
-        (normed, ("f32", "bf16", "f64")), (scans, ("f32", "f16", "i64")),
+        (normed, ("f32", "bf16", "f64")), (long_and_short_rows, ("bf16", "f32", "f16")),
+        (scans, ("f32", "f16", "i64")),
         (looked_up, ("f32", "bf16", "bool")),
         (moves, ("f32", "bf16", "i64", "bool", "f64")), (states, ("f32", "i64")),
         (largest, ("f32", "bf16")), (rotated, ("f32", "bf16")),
