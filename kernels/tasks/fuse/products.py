@@ -51,7 +51,7 @@ def fuse_linear(fusion: Fusion, op: Op) -> Fused:
     if first.num_ranks == 1 and fusion.joining.beside and not is_gathered:
         together = [
             one
-            for user in fusion.users[fusion.read(op, 0)]
+            for user in fusion.users[fusion.storage(op.reads[0].tensor)]
             if contracts(user) and user.name not in fusion.taken
             for one in [product_around(fusion, user)]
             if one.num_ranks == 1 and fusion.read(user, 0) == fusion.read(op, 0)

@@ -360,3 +360,16 @@ def test_elements_of_caches_are_not_followed_one_by_one(monkeypatch: pytest.Monk
     program = build_decoder(PRESETS["tiny-llama"], 1, 256, batch=16)
     assert any(isinstance(op, FusedAttention) for op in fuse_segment(program))
     assert not followed
+
+
+@pytest.mark.parametrize("of_input", [True, False])
+def test_contractions_of_parts_of_a_row_are_apart(of_input: bool):
+    """Two of one part stand side by side, that of another by itself."""
+    p = ProgramBuilder("parts")
+    x = p.input("x", (1, 192))
+    whole = x if of_input else p.linear(x, p.weight("whole", (192, 192)), name="made")
+    first, other = (p.slice(whole, 1, at, at + 64, view=True) for at in (0, 128))
+    outs = [p.linear(first, p.weight(name, (64, 64)), name=f"{name}.out") for name in "ab"]
+    program = p.build(*outs, p.linear(other, p.weight("c", (64, 64)), name="c.out"))
+    found = [op for op in fuse_segment(program) if isinstance(op, FusedContraction)]
+    assert [op.outs for op in found][-2:] == [("a.out", "b.out"), ("c.out",)]
