@@ -139,6 +139,22 @@ def part_of(num_blocks, sharing):
 
 
 @gluon.jit
+def sms_of_piece(start, block, num_blocks, sm, sharing, total):
+    """The first and the last SM that have some of a sequence and head's num_blocks blocks, of which
+    this one has a piece from `block` on. start, total: as of attention_task; sharing: SMs that
+    share the line.
+    """
+    pair = start - block
+    first_sm = ((pair + 1) * sharing - 1) // total
+    last_sm = ((pair + num_blocks) * sharing - 1) // total
+    if start < 0:
+        part = part_of(num_blocks, -start)
+        first_sm = sm - block // part
+        last_sm = first_sm + part_of(num_blocks, part) - 1
+    return first_sm, last_sm
+
+
+@gluon.jit
 def add(a, b):
     """a + b."""
     return a + b
@@ -706,13 +722,7 @@ def attention_task(
             cta_barrier()
             arrival = memory.arrivals + sequence * HEADS + head
             seen = gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
-            pair = start - block
-            first_sm = ((pair + 1) * sharing - 1) // total
-            last_sm = ((pair + num_blocks) * sharing - 1) // total
-            if start < 0:
-                part = part_of(num_blocks, -start)
-                first_sm = sm - block // part
-                last_sm = first_sm + part_of(num_blocks, part) - 1
+            first_sm, last_sm = sms_of_piece(start, block, num_blocks, sm, sharing, total)
             if seen == last_sm - first_sm:
                 cta_barrier()
                 gl.store(arrival, 0)

@@ -65,7 +65,7 @@ def test_every_block_is_one_sms_and_its_partials_are_summed(seed: int):
             positions = [longest] * len(positions)
         window = rng.choice([2**30, 200])
         found = shares(positions, heads, num_sms, window)
-        parts_of = called(attention.part_of, positions)
+        sms_of = called(attention.sms_of_piece, positions)
         total = called(attention.count_blocks, positions)(0, len(positions), 0, window, heads)
         sharing = min(total, num_sms)
         seen: dict[tuple[int, int, int], int] = {}
@@ -76,14 +76,8 @@ def test_every_block_is_one_sms_and_its_partials_are_summed(seed: int):
                 for each in range(block, block + num):
                     assert seen.setdefault((sequence, head, each), sm) == sm
                 parts.setdefault((sequence, head), []).append(sm)
-                pair = start - block
-                first_sm = ((pair + 1) * sharing - 1) // total
-                last_sm = ((pair + num_blocks) * sharing - 1) // total
-                if start < 0:
-                    part = parts_of(num_blocks, -start)
-                    first_sm = sm - block // part
-                    last_sm = first_sm + parts_of(num_blocks, part) - 1
-                named.setdefault((sequence, head), set()).add((first_sm, last_sm))
+                sms = sms_of(start, block, num_blocks, sm, sharing, total)
+                named.setdefault((sequence, head), set()).add(sms)
         assert len(seen) == total
         for pair, sms in parts.items():
             assert named[pair] == {(min(sms), max(sms))}
