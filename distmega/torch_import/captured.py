@@ -130,6 +130,7 @@ class CapturedModule:
         inputs that don't fit those it was captured with, other numbers among them, and for one that
         the module overwrites while another lies in the same memory.
         """
+        args, kwargs = _in_order((args, kwargs), self.captured.in_spec)
         flat, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.captured.in_spec:
             raise CaptureError(
@@ -333,6 +334,19 @@ def _require_values(tensors: Mapping[str, Tensor]) -> None:
             expected="weights that have values",
             remedy="give them some before compiling: to_empty(device=...), then load_state_dict()",
         )
+
+
+def _in_order(value: Any, spec: pytree.TreeSpec) -> Any:
+    """Arguments with the keys of all dicts in the order in which they stood at capture."""
+    if type(value) is not spec.type:
+        return value
+    parts = spec.children()
+    if spec.type is dict and value.keys() == {*spec.context}:
+        pairs = zip(spec.context, parts, strict=True)
+        return {key: _in_order(value[key], part) for key, part in pairs}
+    if spec.type in (tuple, list) and len(value) == len(parts):
+        return spec.type(_in_order(x, part) for x, part in zip(value, parts, strict=True))
+    return value
 
 
 def _torch_type(name: str) -> torch.dtype:

@@ -299,6 +299,24 @@ def test_other_numbers_than_at_capture_are_refused_or_captured_anew():
             named(x, how=how, shift=shift)
 
 
+class Named(nn.Module):
+    def forward(self, pair: dict[str, Tensor], **more: Tensor) -> Tensor:
+        return pair["a"] * more["c"] - pair["b"] * more["d"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_named_arguments_come_in_any_order(dynamic: bool):
+    a, b, c, d = (torch.randn(3) for _ in range(4))
+    captured = distmega.capture(Named(), ({"a": a, "b": b},), {"c": c, "d": d}, dynamic=dynamic)
+    (rank,) = open_ranks(captured, 1)
+    assert_close(rank({"b": b, "a": a}, d=d, c=c), a * c - b * d)
+    if dynamic:
+        a, b, c, d = (torch.randn(2) for _ in range(4))
+        assert_close(rank({"b": b, "a": a}, d=d, c=c), a * c - b * d)
+    with pytest.raises(CaptureError, match="under the same names"):
+        rank({"b": b, "a": a}, d=d, e=c)
+
+
 CALLED = "        return self.called(x)"
 
 
