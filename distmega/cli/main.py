@@ -85,7 +85,14 @@ MODEL_HELP = (
     "weights), or org/name of the Hugging Face Hub."
 )
 Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help=MODEL_HELP)]
-Prompts = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT ...]")]
+Prompts = Annotated[
+    tuple[str, ...],
+    tyro.conf.Positional,
+    tyro.conf.arg(metavar="[PROMPT ...]", help_behavior_hint=""),
+]
+Texts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[TEXT ...]", help_behavior_hint="")]
+Out = Annotated[Path, tyro.conf.arg(metavar="FILE")]
+OptionalFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +121,7 @@ class Generate:
     model: Model
     prompts: Prompts = ()
     """Texts to continue."""
-    prompts_file: Path | None = None
+    prompts_file: OptionalFile = None
     """A UTF-8 file with a prompt on each line, besides those given; - is standard input."""
     max_new_tokens: int = 64
     """Stop after this many tokens, or at the model's end token."""
@@ -122,7 +129,7 @@ class Generate:
     """Put the prompt into the model's chat template."""
     echo: bool = False
     """Print the prompt before its answer."""
-    stop: tuple[str, ...] = ()
+    stop: Texts = ()
     """Texts before which an answer ends."""
     ignore_eos: bool = False
     """Go on after the model's end token."""
@@ -150,7 +157,7 @@ class Explain:
     """Print every choice that was rejected, every tensor, and the segments op by op."""
     json: bool = False
     """Print all facts as JSON instead."""
-    html: Path | None = None
+    html: OptionalFile = None
     """Write a page to this file: a layer as a diagram, a timeline, bars. It opens offline."""
     engine: EngineFlags = EngineOptions()
 
@@ -184,7 +191,7 @@ class Trace:
     """
 
     model: Model
-    out: Path = Path("trace.json")
+    out: Out = Path("trace.json")
     """File to write."""
     steps: int = 2
     """Decode steps."""
@@ -203,7 +210,7 @@ class Superopt:
 
     program: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROGRAM")]
     """A file with a printed program, or a case such as "lora k=4096 n=4096 rank=16 rows=1"."""
-    out: Path = Path("rules.json")
+    out: Out = Path("rules.json")
     """Rules file to write."""
     machine: Literal["h100", "h200"] = "h200"
     """Whose cost model predicts."""

@@ -41,13 +41,17 @@ def run(
     )
 
 
-@pytest.mark.parametrize("command", ["generate", "explain", "perplexity", "trace", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["generate", "explain", "perplexity", "trace", "doctor", "superopt"]
+)
 def test_every_option_is_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    ends = re.findall(r"(\w+\S)\s+\(default", capsys.readouterr().out.replace("\u2502", ""))
+    text = capsys.readouterr().out
+    ends = re.findall(r"(\w+\S)\s+\(default", text.replace("\u2502", ""))
     assert ends
     assert [end for end in ends if not end.endswith(".")] == []
+    assert not re.search(r"\{None\}|\(default: (None)?\)", text), "no default that says nothing"
 
 
 def answer(done: subprocess.CompletedProcess[str]) -> str:
