@@ -122,7 +122,7 @@ def should_report() -> bool:
     try:
         if late.claim_report():
             return True
-    except LaunchError:  # a process with some variables of torchrun, which has no peers
+    except RequestError:  # a process with some variables of torchrun, which has no peers
         return True
     time.sleep(LAST_WORDS_S)
     return False
@@ -161,11 +161,17 @@ def _check_options(options: LauncherOptions, timeout_s: float) -> None:
             expected=f"a positive number of seconds, at most {MAX_SECONDS:g}",
             remedy="correct the timeout",
         )
-    if num_restarts < 0 or (num_restarts and launcher == "torchrun"):
+    if type(num_restarts) is not int or num_restarts < 0:
         raise RequestError(
-            f"{num_restarts} restarts with launcher {launcher}",
-            expected="0 or more, and 0 under torchrun",
-            remedy="under torchrun, give --max-restarts to torchrun itself",
+            f"{argument('max_restarts')} {num_restarts!r}",
+            expected="a whole number of at least 0",
+            remedy="leave it out for no restart",
+        )
+    if num_restarts and launcher == "torchrun":
+        raise RequestError(
+            f"{num_restarts} restarts with launcher torchrun",
+            expected="none: torchrun itself starts its ranks again",
+            remedy="give --max-restarts to torchrun",
         )
 
 

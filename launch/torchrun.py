@@ -18,7 +18,7 @@ from datetime import timedelta
 from itertools import chain
 
 from distmega.engine.ranks.context import RankContext
-from distmega.errors import DistmegaError, LaunchError, RankFailure
+from distmega.errors import DistmegaError, LaunchError, RankFailure, RequestError
 from distmega.launch.contract import MULTICAST_OFF, Emitted, Event, Job, Result
 from distmega.launch.host.processes import end_with_parent, process_state
 from distmega.launch.host.reports import Done, Failed, Value
@@ -36,6 +36,7 @@ from distmega.launch.worker import RankRun, close_group, make_context, start_log
 
 logger = logging.getLogger(__name__)
 
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 REACH_S = 60.0
 """How long to try to reach the store that torchrun's agent serves."""
 
@@ -58,8 +59,14 @@ class TorchrunRank:
 
 
 def read_rank() -> TorchrunRank:
-    """Read torchrun's variables; raises LaunchError if this process wasn't started by torchrun."""
+    """Read torchrun's variables; RequestError if this process wasn't started by torchrun."""
     environment = os.environ
+    if missing := [name for name in VARIABLES if name not in environment]:
+        raise RequestError(
+            f"launcher torchrun in a process without {', '.join(missing)}",
+            expected=f"a process that torchrun started, which has {', '.join(VARIABLES)}",
+            remedy="start with: torchrun --nproc-per-node N -m distmega ...",
+        )
     try:
         return TorchrunRank(
             rank=int(environment["RANK"]),
@@ -71,10 +78,11 @@ def read_rank() -> TorchrunRank:
             restart=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
             has_agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
-    except (KeyError, ValueError) as error:
-        raise LaunchError(
-            f"launcher torchrun, but its environment variables do not fit: {error}",
-            expected="RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+    except ValueError as error:
+        given = " ".join(f"{name}={environment[name][:40]!r}" for name in VARIABLES)
+        raise RequestError(
+            f"environment variables {given}",
+            expected="what torchrun sets: all but MASTER_ADDR whole numbers",
             remedy="start with: torchrun --nproc-per-node N -m distmega ...",
         ) from error
 
@@ -82,6 +90,7 @@ def read_rank() -> TorchrunRank:
 def run_torchrun(job: Job) -> Generator[Event]:
     """Run this rank's part of `job`; see launchers.launch for what is yielded and raised."""
     here = read_rank()
+    context = _make_context(here, job)
     if here.world_size != job.num_ranks:
         raise LaunchError(
             f"{job.num_ranks} ranks are asked for, torchrun started {here.world_size}",
@@ -96,7 +105,7 @@ def run_torchrun(job: Job) -> Generator[Event]:
         listen_at(LOOPBACK)
     store = _reach_store()
     run = RankRun(
-        _make_context(here, job),
+        context,
         job,
         join=lambda: _sign_in(store, here),
         collective_timeout_s=job.timeout_s,

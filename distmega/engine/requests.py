@@ -189,9 +189,16 @@ class GenerateRequest:
 
     def _check_answers(self) -> None:
         sampling_of_each(self.sampling, len(self.prompts))
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        listed = isinstance(self.stop, tuple | list)
+        if not listed or not all(isinstance(text, str) for text in self.stop):
             raise RequestError(
                 f"stop {self.stop!r}", expected="texts in a tuple", remedy='give ("text",)'
+            )
+        if not all(self.stop):
+            raise RequestError(
+                f"an empty text in {argument('stop')}",
+                expected="texts of at least one character",
+                remedy="leave it out",
             )
         if self.logprobs is not None:
             _require("logprobs", self.logprobs, 0, MAX_LOGPROBS)

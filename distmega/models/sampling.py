@@ -93,10 +93,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         self._check_types()
-        in_range = not self.temperature or 1e-30 <= self.temperature <= 1e30  # in fp32
+        in_fp32 = not self.temperature or 1e-30 <= self.temperature <= 1e30
         for option, value, fits, expected in (
-            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "at least 0"),
-            ("temperature", self.temperature, in_range, "0, or from 1e-30 to 1e30"),
+            ("temperature", self.temperature, in_fp32, "0, or from 1e-30 to 1e30"),
             ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
             ("top_k", self.top_k, self.top_k < MAX_TOP_K, "below 2^31"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0, at most 1"),

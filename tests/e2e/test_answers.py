@@ -144,7 +144,8 @@ def test_a_job_tells_probabilities_and_why_answers_end():
     ("changes", "message"),
     [
         ({"stop": "x"}, "stop 'x'; expected texts in a tuple"),
-        ({"stop": ("",)}, r"stop \('',\); expected texts"),
+        ({"stop": 5}, "stop 5; expected texts in a tuple"),
+        ({"stop": ("x", "")}, "an empty text in stop; expected texts of at least one character"),
         ({"logprobs": -1}, "logprobs -1; expected at least 0"),
         ({"logprobs": 101}, "logprobs 101; expected at most 100"),
         ({"sampling": (Sampling(),)}, "1 samplings of 2 sequences; expected one Sampling for all"),

@@ -76,7 +76,7 @@ def test_a_width_of_nothing_is_ignored(
 @pytest.mark.parametrize(
     ("changes", "code", "named"),
     [
-        ({"TORCHELASTIC_RUN_ID": "1"}, 1, "launcher torchrun, but its environment variables do"),
+        ({"TORCHELASTIC_RUN_ID": "1"}, 2, "launcher torchrun in a process without RANK, WORLD"),
         ({"GLOO_SOCKET_IFNAME": "nosuch0"}, 1, "GLOO_SOCKET_IFNAME='nosuch0' with no interface"),
         ({"DISTMEGA_THREADS": "4000"}, 2, "DISTMEGA_THREADS=4000; expected at most"),
         ({"DISTMEGA_THREADS": "100000"}, 2, "DISTMEGA_THREADS='100000'; expected a whole number"),

@@ -24,8 +24,8 @@ from distmega.launch.launchers import launch
         ({"device": "tpu"}, "device 'tpu'; expected one of auto, cpu, cuda; name"),
         ({"timeout_s": -1.0}, "a timeout of -1.0 s; expected a positive"),
         ({"start_timeout_s": 0.0}, "a timeout of 0.0 s; expected a positive"),
-        ({"max_restarts": -1}, "-1 restarts with launcher local; expected 0 or more"),
-        ({"max_restarts": 1, "launcher": "torchrun"}, "give --max-restarts to torchrun itself"),
+        ({"max_restarts": -1}, "max_restarts -1; expected a whole number of at least 0"),
+        ({"max_restarts": 1, "launcher": "torchrun"}, "give --max-restarts to torchrun"),
     ],
 )
 def test_bad_options_are_refused_at_once(options: dict[str, object], message: str):

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distmega.errors import LaunchError, RequestError
+from distmega.errors import RequestError
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import choose_launcher, choose_num_ranks, launch
 from tests.launch.conftest import is_gone, wait_until
@@ -98,7 +98,27 @@ def test_ranks_end_with_the_agent_that_started_them():
 
 def test_outside_of_torchrun_the_launcher_says_how_to_start(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(LaunchError, match=r"'RANK'.*start with: torchrun --nproc-per-node N"):
+    with pytest.raises(RequestError, match=r"without RANK,.*start with: torchrun --nproc-per-node"):
+        list(launch("m:f", None, LauncherOptions(launcher="torchrun")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"MASTER_PORT": "any"}, "MASTER_PORT='any'; expected what torchrun sets"),
+        ({"RANK": "1"}, "a rank's context with rank 1 of 1"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_named_before_any_wait(
+    changes: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    one = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
+    there = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, text in {**one, **ranks, **there, **changes}.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr("distmega.launch.torchrun.start_logging", lambda _rank: None)
+    with pytest.raises(RequestError, match=message):
         list(launch("m:f", None, LauncherOptions(launcher="torchrun")))
 
 

@@ -11,7 +11,7 @@ from distmega.models.sampling import GREEDY, MOST_LIKELY, Method, Sampling
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -0.1}, "temperature -0.1; expected at least 0; choose"),
+        ({"temperature": -0.1}, "temperature -0.1; expected 0, or from 1e-30 to 1e30; choose"),
         ({"temperature": math.inf}, "temperature inf"),
         ({"temperature": math.nan}, "temperature nan"),
         ({"temperature": 1.0, "top_k": -1}, "top_k -1; expected at least 0"),
@@ -28,6 +28,7 @@ from distmega.models.sampling import GREEDY, MOST_LIKELY, Method, Sampling
         ({"temperature": 1.0, "seed": "1"}, "seed '1'; expected a whole number"),
         ({"temperature": True}, "temperature True; expected a number"),
         ({"temperature": None}, "temperature None; expected a number"),
+        ({"temperature": math.inf}, "temperature inf; expected 0, or from 1e-30 to 1e30"),
         ({"temperature": 1e-40}, "temperature 1e-40; expected 0, or from 1e-30"),
         ({"temperature": 1.0, "top_p": "x"}, "top_p 'x'; expected a number"),
     ],

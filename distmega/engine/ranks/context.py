@@ -6,12 +6,16 @@ launch/worker.py. It may use torch.distributed at once. Its return value on rank
 Next: launch/worker.py.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from distmega.errors import RequestError
 
 Backend = Literal["gloo", "nccl"]
 DeviceKind = Literal["cpu", "cuda"]
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?")
 
 Emit = Callable[[object], None]
 """Sends one value to the caller at once when called on rank 0; does nothing on the other ranks."""
@@ -46,3 +50,24 @@ class RankContext:
     node: str
     backend: Backend
     device: str
+
+    def __post_init__(self) -> None:
+        """RequestError for a place that there can't be."""
+        for name, number, size in (
+            ("rank", self.rank, self.world_size),
+            ("local_rank", self.local_rank, self.local_world_size),
+        ):
+            if type(number) is not int or type(size) is not int or not 0 <= number < size:
+                raise _bad(f"{name} {number!r} of {size!r}", "whole numbers, ranks from 0")
+        if self.backend not in get_args(Backend):
+            raise _bad(f"backend {self.backend!r}", f"one of {', '.join(get_args(Backend))}")
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+            raise _bad(f"device {self.device!r}", "cpu or cuda:i")
+
+
+def _bad(found: str, expected: str) -> RequestError:
+    return RequestError(
+        f"a rank's context with {found}",
+        expected=expected,
+        remedy="take the one that launch gives to each rank",
+    )
