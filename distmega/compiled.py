@@ -117,6 +117,12 @@ class CompiledProgram:
                 expected='True, False or "auto"',
                 remedy="leave it out for a kernel where one can do the program",
             )
+        if rules is not None and not all(isinstance(rule, RewriteRule) for rule in rules):
+            raise ProgramError(
+                f"rules {rules!r:.80}",
+                expected="a sequence of RewriteRule",
+                remedy="read them with read_rules of distmega.superopt.rules",
+            )
         self.plan, self.comm, self.device = plan, comm, torch.device(device)
         on_gpu = self.device.type == "cuda"
         shipped = shipped_rules() if on_gpu else ()
@@ -583,13 +589,19 @@ def compile_plan(
     warm, megakernel, rules as in CompiledProgram.
 
     All ranks call it, at the same point. MeshError where the job has other ranks, ProgramError for
-    what is no plan.
+    what is no plan and no context.
     """
     if not isinstance(plan, Plan):
         raise ProgramError(
             f"{type(plan).__name__} in place of a plan",
             expected="what plan_program gives",
             remedy="plan the program on a mesh first",
+        )
+    if not isinstance(context, RankContext):
+        raise ProgramError(
+            f"{type(context).__name__} in place of a RankContext",
+            expected="the place of this rank in its job",
+            remedy="pass on the context that launch gives to each rank",
         )
     comm = open_communicator(context, plan.mesh, native=True)
     return CompiledProgram(

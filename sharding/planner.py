@@ -388,6 +388,7 @@ def plan_program(
     annotated tensors.
     """
     _check_types(program, mesh, machine, annotations)
+    _check_limit(memory_limit_bytes)
     start = time.perf_counter()
     found: list[Plan] = []
     for each in _forms(program, mesh, machine, annotations or {}):
@@ -434,6 +435,16 @@ def _fitting_plan(planner: _Planner, memory_limit_bytes: int | None) -> Plan:
         f" on {planner.mesh}",
         expected=f"at most {memory_limit_bytes} bytes per rank",
         remedy="use more ranks, a shorter context or a smaller model",
+    )
+
+
+def _check_limit(memory_limit_bytes: object) -> None:
+    if memory_limit_bytes is None or (type(memory_limit_bytes) is int and memory_limit_bytes > 0):
+        return
+    raise PlanError(
+        f"memory_limit_bytes {memory_limit_bytes!r}",
+        expected="a whole number of bytes, at least 1",
+        remedy="leave it out for no limit",
     )
 
 

@@ -261,6 +261,14 @@ def num_args(expr: Expr) -> int:
             return max(map(num_args, parts))
 
 
+def expected_args(expr: Expr) -> str:
+    """How many operands an expression takes, in words; one that uses none is no op."""
+    num = num_args(expr)
+    if num == 0:
+        return "an expression that uses a0"
+    return "1 operand" if num == 1 else f"{num} operands"
+
+
 def num_flops(expr: Expr) -> int:
     """Function applications per element, each counted once."""
     return 1 + sum(map(num_flops, expr.args)) if isinstance(expr, Call) else 0

@@ -17,7 +17,8 @@ Nested = int | Sequence["Nested"]
 
 MAX_RANKS = 65_536
 _TEXT = re.compile(r"mesh\(([^)]*)\)(?: on (\d{1,9}(?:,\d{1,9})*))?$")
-_AXIS = re.compile(r"([A-Za-z_]\w*)=(\d{1,9})$")
+_NAME = r"[A-Za-z_]\w*"
+_AXIS = re.compile(rf"({_NAME})=(\d{{1,9}})$")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -62,6 +63,8 @@ class DeviceMesh:
     def _fill(self, axes: tuple[tuple[str, int], ...], given: tuple[int, ...] | None) -> None:
         """given: ranks in order of their coordinates; None for 0, 1, 2 ..."""
         for name, size in axes:
+            if not isinstance(name, str) or not re.fullmatch(_NAME, name):
+                raise _bad(f"mesh axis {name!r}", "a name of letters, digits and _")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise _bad(f"size {size!r} of mesh axis {name!r}", "a whole number of at least 1")
         if len({name for name, _ in axes}) != len(axes):

@@ -2,6 +2,7 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -149,6 +150,36 @@ def test_a_mesh_of_other_ranks_is_refused():
     plan = distmega.plan_program(mlp(), distmega.DeviceMesh(tp=2), distmega.CPU)
     with pytest.raises(MeshError, match=r"mesh\(tp=2\) in a job of 1 ranks; expected a mesh of"):
         distmega.compile_plan(plan, CPU_RANK)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 1}, "rank 1 of 1; expected whole numbers, ranks from 0"),
+        ({"rank": "0"}, "rank '0' of 1"),
+        ({"world_size": 0}, "rank 0 of 0"),
+        ({"local_rank": -1}, "local_rank -1 of 1"),
+        ({"backend": "mpi"}, "backend 'mpi'; expected one of gloo, nccl"),
+        ({"device": "tpu"}, "device 'tpu'; expected cpu or cuda:i"),
+        ({"device": None}, "device None; expected"),
+    ],
+)
+def test_a_place_that_can_not_be_is_refused(changes: dict[str, object], message: str):
+    with pytest.raises(RequestError, match=f"^a rank's context with {message}"):
+        replace(CPU_RANK, **changes)
+
+
+def test_what_is_no_context_no_rules_and_no_limit_is_refused():
+    plan = distmega.plan_program(mlp(), distmega.DeviceMesh(tp=1), distmega.CPU)
+    with pytest.raises(ProgramError, match="NoneType in place of a RankContext; expected"):
+        distmega.compile_plan(plan, None)
+    with pytest.raises(ProgramError, match=r"rules \('x',\); expected a sequence of RewriteRule"):
+        distmega.compile_plan(plan, CPU_RANK, rules=("x",))
+    for limit in ("1", 0, -1, 1.5):
+        with pytest.raises(PlanError, match=r"^memory_limit_bytes"):
+            distmega.plan_program(
+                mlp(), distmega.DeviceMesh(tp=1), distmega.CPU, memory_limit_bytes=limit
+            )
 
 
 @pytest.mark.parametrize(

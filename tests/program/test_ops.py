@@ -294,6 +294,7 @@ MISUSES: dict[str, tuple[Callable[[], Built], str]] = {
     ),
     "pointwise: too few operands": (lambda: ops.pointwise("y", "a0 + a1", X), "over 1 operands"),
     "pointwise: too many operands": (lambda: ops.pointwise("y", "a0", X, X), "over 2 operands"),
+    "pointwise: a constant": (lambda: ops.pointwise("y", "1.0", X), "expression '1.0' over 1"),
     "pointwise: none": (lambda: ops.pointwise("y", "1.0"), "over 0 operands"),
     "pointwise: no broadcast": (lambda: ops.pointwise("y", "a0 + a1", X, B), "(32,)"),
     "reduce: dim": (lambda: ops.reduce("y", X, 2), "dim 2"),

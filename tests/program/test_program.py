@@ -64,12 +64,14 @@ def with_read(tensor: str) -> Program:
 
 MUTATIONS: dict[str, tuple[Callable[[], Program], str]] = {
     "program without a name": (lambda: replace(sound(), name=""), "its name"),
+    "program name that is no text": (lambda: replace(sound(), name=5), "its name"),
     "program name of two lines": (lambda: replace(sound(), name="a\nb"), "its name"),
     "tensor twice": (
         lambda: replace(sound(), tensors=(*sound().tensors, sound().tensors[0])),
         "two tensors",
     ),
     "tensor renamed": (lambda: with_tensor(0, name="z"), "unknown tensor 'x'"),
+    "tensor name that is no text": (lambda: with_tensor(0, name=5), "name 5"),
     "tensor name with a space": (lambda: with_tensor(0, name="x y"), "'x y'"),
     "tensor dtype": (lambda: with_tensor(0, dtype="f31"), "f31"),
     "tensor without elements": (lambda: with_tensor(0, shape=(8, 0)), "(8, 0)"),

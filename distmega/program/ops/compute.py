@@ -104,7 +104,7 @@ def pointwise(name: str, text: str, *args: Tensor, dtype: str = "") -> Built:
     tree = expr.parse(text)
     if not args or expr.num_args(tree) != len(args):
         found = f"expression {text!r} over {len(args)} operands"
-        raise bad_op(name, found, f"{max(expr.num_args(tree), 1)} operands")
+        raise bad_op(name, found, expr.expected_args(tree))
     if not dtype and (part := expr.inexact_part(tree, [a.dtype for a in args])):
         raise inexact_integers(text, part, args[0].dtype)
     rank = max(len(a.shape) for a in args)

@@ -164,7 +164,7 @@ def grouped_pointwise(
     tree = expr.parse(text)
     if not args or expr.num_args(tree) != len(args):
         found = f"expression {text!r} over {len(args)} operands"
-        raise bad_op(name, found, f"{max(expr.num_args(tree), 1)} operands")
+        raise bad_op(name, found, expr.expected_args(tree))
     if not args[0].shape or any(a.shape != args[0].shape for a in args):
         raise bad_op(name, f"shapes {[a.shape for a in args]}", "equal shapes [p, ...]")
     shape = args[0].shape

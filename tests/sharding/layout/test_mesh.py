@@ -46,6 +46,8 @@ def test_a_mesh_can_not_be_changed():
         (lambda: DeviceMesh.from_ranks([0, 1], ("dp", "tp")), "2 axis names"),
         (lambda: DeviceMesh.from_ranks([[0], [1]], ("tp", "tp")), "['tp', 'tp']"),
         (lambda: DeviceMesh(tp=0), "size 0"),
+        (lambda: DeviceMesh(**{"t p": 2}), "mesh axis 't p'"),
+        (lambda: DeviceMesh.from_ranks([0, 1], (5,)), "mesh axis 5"),
         (lambda: DeviceMesh(tp=True), "size True"),
         (lambda: GIVEN.coordinate(7), "rank 7"),
         (lambda: GIVEN.team("pp", 3), "'pp'"),
