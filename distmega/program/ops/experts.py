@@ -261,6 +261,12 @@ def route_values(ids: Any, num_groups: int, num_rows: Any = None) -> tuple[Any, 
     flat = ids.reshape(-1).long()
     pairs = whole_numbers(flat, len(flat))
     if num_rows is not None:
+        if ids.is_cpu and not 0 <= int(num_rows) <= len(ids):
+            raise RequestError(
+                f"{int(num_rows)} rows in use of {len(ids)} that are routed",
+                expected=f"0 to {len(ids)}",
+                remedy="correct the number",
+            )
         flat = flat.masked_fill(pairs >= num_rows * ids.shape[1], num_groups)
     allowed = num_groups if num_rows is None else num_groups + 1
     if ids.is_cpu and not bool(((flat >= 0) & (flat < allowed)).all()):

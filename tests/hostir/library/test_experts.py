@@ -173,6 +173,12 @@ def test_a_row_sent_twice_to_a_group_is_named():
     assert counts.tolist() == [1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("used", [-1, 3])
+def test_more_rows_in_use_than_there_are_is_named(used: int):
+    with pytest.raises(RequestError, match=f"{used} rows in use of 2 that are routed"):
+        experts.route_values(torch.tensor([[0], [1]]), 4, torch.tensor([used]))
+
+
 def test_one_token_is_read_faster_by_a_part_of_each_expert_than_by_whole_ones():
     """Of 8 experts on 2 ranks one has 5.1 in the mean, where half of each is 4."""
     program = moe_block(rows=1, hidden=2048, num_experts=128, num=8, ffn=768)
