@@ -92,7 +92,7 @@ class Geometry:
 
     def parts(self, task: int, clip: Clip = NO_CLIP) -> Iterator[IterationBox]:
         """Parts of a task, in which `clip` narrows axes. Dims beyond a class's limit are walked, as
-        _places_kept chooses them.
+        _kept_positions chooses them.
         """
         for box in self._boxes(task, fuse=not clip):
             if clip:
@@ -137,9 +137,9 @@ class Geometry:
         walked: list[Dim] = []
         for name, dims in classes.items():
             merged = _merge(dims)
-            chosen = _places_kept(merged, self.limits[name])
-            walked += [dim for place, dim in enumerate(merged) if place not in chosen]
-            classes[name] = [merged[place] for place in chosen]
+            chosen = _kept_positions(merged, self.limits[name])
+            walked += [dim for position, dim in enumerate(merged) if position not in chosen]
+            classes[name] = [merged[position] for position in chosen]
         kept = {name: _pad(dims, self.limits[name], len(firsts)) for name, dims in classes.items()}
         for point in product(*(range(dim.length) for dim in walked)):
             shifts = [[i * s for s in dim.strides] for i, dim in zip(point, walked, strict=True)]
@@ -228,13 +228,14 @@ def _merge(dims: Sequence[Dim]) -> list[Dim]:
     return merged
 
 
-def _places_kept(dims: Sequence[Dim], limit: int) -> list[int]:
-    """Places of the dims that an instruction has, in order: the innermost, where it has others, and
-    the longest, so that as few instructions as can be walk the rest.
+def _kept_positions(dims: Sequence[Dim], limit: int) -> list[int]:
+    """Positions of the dims that an instruction has, in order: the innermost, where it has others,
+    and the longest, so that as few instructions as can be walk the rest.
     """
     last = len(dims) - 1
     ranked = sorted(
-        range(len(dims)), key=lambda place: (limit > 1 and place == last, dims[place].length, place)
+        range(len(dims)),
+        key=lambda position: (limit > 1 and position == last, dims[position].length, position),
     )
     return sorted(ranked[len(dims) - min(limit, len(dims)) :])
 

@@ -13,7 +13,7 @@ from distmega.program.ops.data_movement import copy
 from distmega.program.types import Access, Op, Program, verify_program
 
 BEFORE = ".before"
-"""Names of copies of what an op overwrites end in this and the place among its reads."""
+"""Names of copies of what an op overwrites end in this and the position among its reads."""
 
 
 def expand_overwrites(segment: Program) -> Program:
@@ -22,12 +22,12 @@ def expand_overwrites(segment: Program) -> Program:
     ops: list[Op] = []
     for op in segment.ops:
         reads = list(op.reads)
-        for place, read in enumerate(op.reads):
+        for position, read in enumerate(op.reads):
             if not op.is_view and _is_overwritten(footprints, op, read):
-                made, (before,) = copy(f"{op.name}{BEFORE}{place}", tensors[read.tensor])
+                made, (before,) = copy(f"{op.name}{BEFORE}{position}", tensors[read.tensor])
                 tensors[before.name] = before
                 ops.append(made)
-                reads[place] = replace(read, tensor=before.name)
+                reads[position] = replace(read, tensor=before.name)
         ops.append(replace(op, reads=tuple(reads)))
     if tuple(ops) == segment.ops:
         return segment
