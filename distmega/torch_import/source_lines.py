@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-import distmega
-
-TOOLS = tuple(f"{Path(file).resolve().parent}/" for file in (torch.__file__, distmega.__file__))
+FOLDERS = Path(torch.__file__).resolve().parent, Path(__file__).resolve().parents[1]
+TOOLS = tuple(f"{folder}/" for folder in FOLDERS)
 """Folders of what calls modules, and of what they call."""
 
 STANDARD = f"{Path(sysconfig.get_path('stdlib')).resolve()}/"
