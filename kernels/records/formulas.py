@@ -207,7 +207,8 @@ def evaluate(expr: tl.constexpr, args, wide: tl.constexpr):
         right = evaluate(part_of(expr, 1), args, wide)
         if fn == "pow":
             return power(left, right, is_whole_power(part_of(expr, 1)))
-        return two(fn, left, right)
+        else:  # without it the compiler would read both returns
+            return two(fn, left, right)
 
 
 @triton.jit

@@ -41,7 +41,7 @@ def peak_above_arenas(source: ModelSource | str) -> float:
 
 
 def test_safetensors_take_no_second_copy(tmp_path):
-    assert peak_above_arenas(saved_model(tmp_path)) < 32
+    assert peak_above_arenas(saved_model(tmp_path)) < 64  # of 273; buffers of steps and prompts
 
 
 def test_random_weights_are_made_in_parts():

@@ -132,6 +132,11 @@ def test_a_kernel_compiles_for_hopper_without_a_spill(kind, monkeypatch):
     assert "global.gpu.relaxed.min.u64" in code.ptx  # of all waits that are given up the least
 
 
+def test_powers_of_whole_numbers_compile_for_hopper(monkeypatch):
+    """Triton's interpreter takes what its compiler does not: branches of several types."""
+    assert compiled("whole_powers", "i32", monkeypatch).stack_bytes == 0
+
+
 def test_tensors_of_a_runner_are_where_they_belong_by_any_default_device(monkeypatch):
     """Where a GPU is torch's default, memory of the host was asked of it: two ranks failed so."""
     assert compiled("odd_gate", "bf16", monkeypatch, default="meta").stack_bytes == 0
