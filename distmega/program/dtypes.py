@@ -38,6 +38,9 @@ def short_dtype(dtype: object) -> str:
     return name
 
 
+HALVES = ("bf16", "f16")
+"""The float types of 16 bits."""
+
 INTEGER_BITS: dict[str, int] = {"i64": 64, "i32": 32, "bool": 1}
 """Bits of the types that hold whole numbers."""
 

@@ -18,6 +18,7 @@ from distmega.kernels.records.specs import CAPPED, RecordSpec
 from distmega.kernels.records.words import (
     extra_operand,
     extra_stride,
+    multiple,
     number,
     opcode_of,
     operand,
@@ -227,21 +228,17 @@ def tiled(record, arenas, spec: tl.constexpr):
             to = out + h.to(tl.int64) * step_of(spec, "out", 1)
             to += (m * step_of(spec, "out", 0) + g * step_of(spec, "out", 2))[:, None]
             e = tl.arange(0, value_width(spec))
-            mask = (row < together)[:, None] & (e < length_of(record, spec, "e"))[None, :]
+            in_e = e < multiple(record, spec, "e", unit_of(spec, "e"))
+            mask = (row < together)[:, None] & in_e[None, :]
             write(to + (e * step_of(spec, "out", 3))[None, :], mixed, mask, spec, "out")
-
-
-@triton.jit
-def length_of(record, spec: tl.constexpr, name: tl.constexpr):
-    """Of a head; the compiler sees that masks do not part what is loaded at once."""
-    return number(record, spec, name) // unit_of(spec, name) * unit_of(spec, name)
 
 
 @triton.jit
 def weighted(record, arenas, spec: tl.constexpr, q, k, v, m, h, g, there):
     """Values weighted for queries (m, g) of head h, an online softmax over tiles of keys."""
     d, e = tl.arange(0, key_width(spec)), tl.arange(0, value_width(spec))
-    in_d, in_e = d < length_of(record, spec, "d"), e < length_of(record, spec, "e")
+    in_d = d < multiple(record, spec, "d", unit_of(spec, "d"))
+    in_e = e < multiple(record, spec, "e", unit_of(spec, "e"))
     near = (m * step_of(spec, "q", 0) + g * step_of(spec, "q", 2))[:, None]
     near += (d * step_of(spec, "q", 3))[None, :]
     q += h.to(tl.int64) * step_of(spec, "q", 1)

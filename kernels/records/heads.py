@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distmega.kernels.isa.opcodes import ATTENDED, Attend, Attention, ExtraOperand, Ref
+from distmega.program.dtypes import HALVES
 
-HALVES = "bf16", "f16"
 MOST_HEAD = 256
 FEW_QUERIES, MANY_QUERIES = 16, 128
 """Of a tile: what one instruction of a warp multiplies, or eight warps at once."""

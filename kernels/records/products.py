@@ -15,6 +15,7 @@ from triton import language as tl
 from distmega.kernels.records.specs import RecordSpec
 from distmega.kernels.records.words import (
     has,
+    multiple,
     number,
     operand,
     read,
@@ -22,6 +23,7 @@ from distmega.kernels.records.words import (
     wide_type,
     write,
 )
+from distmega.program.dtypes import HALVES
 
 SUMMED: tl.constexpr = tl.constexpr(64)
 """Elements of a sum that tensor cores are given together."""
@@ -34,7 +36,7 @@ STAGE_BYTES = 160 * 1024
 def by_halves(spec: RecordSpec):
     """Whether both operands are of one half type."""
     x, w = type_of(spec, "x").dtype, type_of(spec, "w").dtype
-    return x == w and x in ("bf16", "f16")
+    return x == w and x in HALVES
 
 
 @triton.constexpr_function
@@ -101,10 +103,9 @@ def tiled(record, arenas, spec: tl.constexpr):
     x = operand(record, arenas, spec, "x", unit_of(spec, 3))
     w = operand(record, arenas, spec, "w", unit_of(spec, 4))
     out = operand(record, arenas, spec, "out", unit_of(spec, 5))
-    # the compiler sees that masks do not part what is loaded at once
-    num_m = number(record, spec, "m") // unit_of(spec, 0) * unit_of(spec, 0)
-    num_n = number(record, spec, "n") // unit_of(spec, 1) * unit_of(spec, 1)
-    num_k = number(record, spec, "k") // unit_of(spec, 2) * unit_of(spec, 2)
+    num_m = multiple(record, spec, "m", unit_of(spec, 0))
+    num_n = multiple(record, spec, "n", unit_of(spec, 1))
+    num_k = multiple(record, spec, "k", unit_of(spec, 2))
     rows, columns = tl.arange(0, tile_m(spec)), tl.arange(0, tile_n(spec))
     depth = tl.arange(0, SUMMED)
     for m0 in range(0, num_m, tile_m(spec)):

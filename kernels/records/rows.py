@@ -17,6 +17,7 @@ from distmega.kernels.records.points import combined, coordinate
 from distmega.kernels.records.specs import UNITED, RecordSpec
 from distmega.kernels.records.words import (
     has,
+    multiple,
     number,
     operand,
     read,
@@ -143,12 +144,6 @@ def norm(record, arenas, spec: tl.constexpr):
 
 
 @triton.jit
-def multiple(record, spec: tl.constexpr, name: tl.constexpr):
-    """A number of the record; the compiler sees that masks do not part what is loaded at once."""
-    return number(record, spec, name) // unit_of(spec, name) * unit_of(spec, name)
-
-
-@triton.jit
 def vector(record, arenas, spec: tl.constexpr, name: tl.constexpr, nth: tl.constexpr, i, mask):
     """Elements i of a weight or bias, one row."""
     start = operand(record, arenas, spec, name, unit_of(spec, name))
@@ -160,8 +155,9 @@ def norm_of_rows(record, arenas, spec: tl.constexpr):
     """Of rows that are read once, several together."""
     x = operand(record, arenas, spec, "x", unit_of(spec, "x"))
     out = operand(record, arenas, spec, "out", unit_of(spec, "out"))
-    rows, dim = number(record, spec, "rows"), multiple(record, spec, "dim")
-    first, count = multiple(record, spec, "start"), multiple(record, spec, "count")
+    rows, dim = number(record, spec, "rows"), multiple(record, spec, "dim", unit_of(spec, "dim"))
+    first = multiple(record, spec, "start", unit_of(spec, "start"))
+    count = multiple(record, spec, "count", unit_of(spec, "count"))
     i = tl.arange(0, row_width(spec))
     inside, written = i < dim, (i >= first) & (i < first + count)
     for m0 in range(0, rows, rows_at_once(spec)):

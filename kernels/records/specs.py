@@ -32,7 +32,7 @@ from distmega.kernels.isa.opcodes import (
     Ref,
 )
 from distmega.kernels.records.heads import find_tiles, unit_of_first
-from distmega.program.dtypes import INTEGER_BITS
+from distmega.program.dtypes import HALVES, INTEGER_BITS
 from distmega.program.expr import Expr
 
 BODIES: frozenset[type[Instruction]] = frozenset(
@@ -180,7 +180,7 @@ def _by_tensor_cores(one: Linear) -> bool:
     """Whether a product is large enough for tiles, of one half type, and each operand's elements
     lie side by side.
     """
-    halves = one.x.dtype == one.w.dtype and one.x.dtype in ("bf16", "f16")
+    halves = one.x.dtype == one.w.dtype and one.x.dtype in HALVES
     packed = 1 in one.x_strides and 1 in one.w_strides and min(one.x_strides + one.w_strides) >= 0
     return halves and packed and min(one.m, one.n, one.k) >= LEAST_TILED
 

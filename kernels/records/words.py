@@ -112,6 +112,14 @@ def number(record, spec: tl.constexpr, field: tl.constexpr, nth: tl.constexpr = 
 
 
 @triton.jit
+def multiple(record, spec: tl.constexpr, name: tl.constexpr, unit: tl.constexpr):
+    """A number of the record that `unit` divides; the compiler sees that masks of so many elements
+    do not part what is loaded at once.
+    """
+    return number(record, spec, name) // unit * unit
+
+
+@triton.jit
 def real(record, spec: tl.constexpr, field: tl.constexpr):
     """A float of a record."""
     return number(record, spec, field).to(tl.float32, bitcast=True)

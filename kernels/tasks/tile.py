@@ -19,7 +19,7 @@ import numpy.typing as npt
 from distmega.errors import VerifyError
 from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
-from distmega.program.dtypes import item_bytes
+from distmega.program.dtypes import HALVES, item_bytes
 from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Op, Program, Role, Tensor, accesses, contracts
 
@@ -42,7 +42,6 @@ FILL = 32
 
 ROLES: tuple[Role, ...] = ("input", "weight", "state", "temp")
 
-HALVES = "bf16", "f16"
 ATTENDED_ROWS = 16, 128
 """Queries of the tiles that attention of half types is cut into."""
 EXPONENTIALS = 16

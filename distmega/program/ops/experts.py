@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from distmega.errors import RequestError
 from distmega.program import expr
+from distmega.program.dtypes import is_integer
 from distmega.program.kinds import Coordinate, OpKind, define, local_base, whole_numbers, widen
 from distmega.program.ops.parts import (
     Built,
@@ -39,7 +40,7 @@ def top_k(name: str, x: Tensor, num: int, weights: Weighing = "softmax") -> Buil
         found = f"the {num!r} largest of rows of shape {x.shape}"
         remedy = "choose at most as many experts per token as there are experts"
         raise bad_op(name, found, "x [m, e] and at least 1, at most e of them", remedy)
-    if x.dtype in ("i32", "i64", "bool"):
+    if is_integer(x.dtype):
         raise bad_op(name, f"scores of dtype {x.dtype}", "a dtype of floats")
     if weights not in get_args(Weighing):
         found = f"weights {weights!r}"

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from distmega.hostir.library.pointwise import pointwise
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.program import expr
+from distmega.program.dtypes import HALVES
 from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Op
 from distmega.torch_import.forms.draft import Draft
@@ -23,7 +24,6 @@ Ints = NDArray[np.int64]
 Coords = tuple[Ints, ...]
 """Of elements of a tensor, an array a dim."""
 
-HALF = ("bf16", "f16")
 MAX_TERMS = 8
 
 
@@ -201,7 +201,7 @@ class Elements:
                 total = torch.where(taken, values, total)
             return total
         dtype = self.draft.tensors[name].dtype
-        wide = torch.float32 if dtype in HALF else torch_dtype(dtype)
+        wide = torch.float32 if dtype in HALVES else torch_dtype(dtype)
         tree = expr.parse(str(op.attr("expr")))
         made: torch.Tensor = pointwise(tree, [x for x, _ in operands], wide)
         return made

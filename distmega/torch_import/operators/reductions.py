@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from distmega.program.dtypes import HALVES
 from distmega.program.kinds import OpKind, kinds
 from distmega.torch_import.operators.build import Build
-from distmega.torch_import.operators.table import HALF, RULES, Rule, rule
+from distmega.torch_import.operators.table import RULES, Rule, rule
 from distmega.torch_import.operators.values import TensorValue, Value, value_dtype
 
 
@@ -44,7 +45,7 @@ def softmax(b: Build, self: TensorValue, dim: int, **other: Value) -> Value:
 def log_softmax(b: Build, self: TensorValue, dim: int, **other: Value) -> Value:
     if not self.shape:
         return NotImplemented
-    wide = b.cast(self, "f32" if b.dtype in HALF else b.dtype)
+    wide = b.cast(self, "f32" if b.dtype in HALVES else b.dtype)
     dtype = value_dtype(wide)
     largest = reduced(b, wide, [dim], True, "max")
     text = "exp({0} - {1})"
@@ -98,7 +99,7 @@ def mean(
 
 def averaged(b: Build, x: TensorValue, dims: Sequence[int] | None, fewer: float) -> TensorValue:
     """The sum along dims over their extent less `fewer`, in the shape of the node's result."""
-    wide = b.cast(x, "f32" if b.dtype in HALF else b.dtype)
+    wide = b.cast(x, "f32" if b.dtype in HALVES else b.dtype)
     total = b.reshape(reduced(b, wide, dims, False, "sum"), b.shape)
     count = math.prod(x.shape[dim] for dim in dims) if dims else math.prod(x.shape)
     return b.pointwise("{0} / {1}", total, max(count - fewer, 0.0))
@@ -109,7 +110,7 @@ def var(
     b: Build, self: TensorValue, dim: Sequence[int] | None = None, correction: Value = 1,
     keepdim: bool = False, unbiased: bool = True,
 ) -> Value:  # fmt: skip
-    wide = b.cast(self, "f32" if b.dtype in HALF else b.dtype)
+    wide = b.cast(self, "f32" if b.dtype in HALVES else b.dtype)
     dims, dtype = _as_dims(dim), value_dtype(wide)
     total = reduced(b, wide, dims, True, "sum")
     count = math.prod(self.shape[n] for n in dims) if dims else math.prod(self.shape)
@@ -169,6 +170,6 @@ def vector_norm(
 ) -> Value:  # fmt: skip
     if ord != 2:
         return NotImplemented
-    wide = b.cast(self, "f32" if b.dtype in HALF else b.dtype)
+    wide = b.cast(self, "f32" if b.dtype in HALVES else b.dtype)
     square = b.pointwise("{0} * {0}", wide, dtype=value_dtype(wide), shape=self.shape)
     return b.pointwise("sqrt({0})", b.reshape(reduced(b, square, dim, False, "sum"), b.shape))

@@ -16,9 +16,6 @@ RULES: dict[str, Rule] = {}
 """Operator, or operator and overload -> its rule."""
 
 
-HALF = ("bf16", "f16")
-
-
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Enters a function for operators of torch's own."""
 
