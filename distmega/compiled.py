@@ -35,6 +35,7 @@ from distmega.hostir.run.deadline import Deadline
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.hostir.run.graph_breaks import tensor_breaks
 from distmega.hostir.run.host_cost import explain_host
+from distmega.hostir.run.timeline import Timeline
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.hopper.batch_plan.words import BATCH, MAX_ROWS
 from distmega.kernels.library.device_ops import KernelOps
@@ -47,6 +48,7 @@ from distmega.sharding.localize import LocalProgram, localize, pair_for_library
 from distmega.sharding.planner import Plan
 from distmega.superopt.rewrite import FUSED_GRAPH, explain_op, rules_of_ops
 from distmega.superopt.rules import RewriteRule, shipped_rules
+from distmega.trace_file import Span
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ Megakernels = Literal["auto"] | bool
 NOT_ASKED_FOR = "replay=False"
 MOST_REBOUND = 3
 """Calls that may bring other weights or states before a program is no longer captured anew."""
+AHEAD_CYCLES = 20_000_000
+"""For which a GPU waits, some 10 ms, while the host queues the nodes that are traced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +227,45 @@ class CompiledProgram:
                 self._deadline.note(captured.stream if captured else None)
         return outputs
 
+    def trace(self, tensors: Mapping[str, Tensor]) -> list[Span]:
+        """The timeline of a call on this rank's GPU, for trace_file.py and trace_summary.py. It is
+        a call, whose outputs are dropped: states are updated, and all ranks make it.
+
+        Of a megakernel: a track an SM, on the GPU's clock, a span a task and its parts. Its stamps
+        make it another kernel, which the first such call compiles, while other ranks wait inside
+        theirs: take the second. Of library ops: a track a stream or mesh axis, and the host's, from
+        where the host begins, well ahead of the GPU. UnsupportedError on a CPU; else as a call.
+        """
+        check_mapping(tensors)
+        if self.device.type != "cuda":
+            raise UnsupportedError(
+                f"a timeline of program {self.plan.program.name!r} on {self.device}",
+                expected="a GPU, whose clock stamps tasks",
+                remedy="compile the program for a GPU",
+            )
+        with self._guard:
+            if self._kernel:
+                self._kernel.raise_hang()
+            inputs = self._take(tensors)
+            torch.cuda.synchronize(self.device)
+            self.comm.barrier()
+            return self._trace_kernel(inputs) if self._kernel else self._trace_ops(inputs)
+
+    def _trace_kernel(self, inputs: Mapping[str, Tensor]) -> list[Span]:
+        assert self._kernel is not None
+        traced = self._kernel.traced()
+        kernel = self._kernel.with_copied(self._copied_states, traced)
+        self._run(inputs, self._evaluator.watched(kernels={self.host.segments[0].name: kernel}))
+        return traced.spans
+
+    def _trace_ops(self, inputs: Mapping[str, Tensor]) -> list[Span]:
+        line = Timeline(f"rank {self.comm.rank}")
+        evaluator = self._evaluator.watched(line.watch)
+        line.start()
+        torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+        self._run(inputs, evaluator)
+        return list(line.spans())
+
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Weights, states and inputs to be used where they are, by name, in place of those bound
         before: states are updated there, inputs read there in each call. All ranks make this call;
@@ -382,7 +425,9 @@ class CompiledProgram:
         nodes = [node for node in walk_nodes(self.host.body) if isinstance(node, LibraryOp)]
         return [node.op for node in nodes if node.op.kind == FUSED_GRAPH]
 
-    def _run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _run(
+        self, inputs: Mapping[str, Tensor], evaluator: Evaluator | None = None
+    ) -> dict[str, Tensor]:
         before = num_compiled()
         if self.device.type == "cuda" and self._graph_ops():
             # A rule's kernel may read weights before the kernels ahead of it have ended. These are
@@ -390,7 +435,7 @@ class CompiledProgram:
             torch.zeros(1, device=self.device)
         for name in inputs.keys() & self._bound.keys():
             self._bound[name].copy_(inputs[name].detach())
-        outputs = self._evaluator.run({**inputs, **self._bound})
+        outputs = (evaluator or self._evaluator).run({**inputs, **self._bound})
         self._num_compilations += num_compiled() - before
         return outputs
 

@@ -21,7 +21,7 @@ from distmega.kernels.hopper.plan.matrices import count_rows
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
-from distmega.kernels.runtime.stepping import SteppingRunner
+from distmega.kernels.runtime.stepping import StepKernelRunner
 from distmega.kernels.runtime.symmetric import Team
 from distmega.kernels.tasks.graph import Mode
 from distmega.program.types import Program
@@ -117,7 +117,7 @@ def open_hopper(
     state_arena: Tensor,
     team: Team | None = None,
     timeout_s: float = 60.0,
-) -> SteppingRunner:
+) -> StepKernelRunner:
     """The kernel that does what plan_hopper gave. team: as there; all of its ranks, and all
     other teams, make this call; LaunchError, on all, where some share no memory. timeout_s: bound
     on a wait for another rank.

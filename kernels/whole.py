@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from distmega.kernels.records.specs import find_specs
 from distmega.kernels.runners import Queues, open_hopper, plan_hopper, require_hopper
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
-from distmega.kernels.runtime.stepping import BoundedRunner
+from distmega.kernels.runtime.stepping import TracedRunner
 from distmega.kernels.runtime.symmetric import Team
 from distmega.kernels.tasks.cost import segment_us
 from distmega.program.kinds import collective_kinds, kind_of, kinds
@@ -53,6 +53,7 @@ from distmega.program.types import Tensor as ProgramTensor
 from distmega.sharding.search.cost import CPU_DEVICE, H200_DEVICE
 from distmega.superopt.graph.cost import program_us
 from distmega.superopt.rules import RewriteRule
+from distmega.trace_file import Span
 
 CPU_SMS = 8
 """Virtual SMs of a rank on a CPU."""
@@ -128,18 +129,38 @@ class CopiedStates:
             tensors[name].copy_(state)
 
 
+@dataclass(slots=True, kw_only=True)
+class TracedKernel:
+    """A runner that takes the timeline of each launch. spans: of the last."""
+
+    replays = False
+    runner: TracedRunner
+    spans: list[Span] = field(default_factory=list)
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> None:
+        """As that of the runner, once it has ended."""
+        self.spans = self.runner.trace_launch(tensors)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeKernel:
     """A launch bound to memory. tensors: weights and states by name, where the kernel has them."""
 
-    runner: BoundedRunner | CpuMegakernel
+    runner: TracedRunner | CpuMegakernel
     tensors: Mapping[str, Tensor]
 
-    def with_copied(self, states: Collection[str]) -> CopiedStates:
-        """The runner for a caller who keeps these states."""
+    def with_copied(
+        self, states: Collection[str], traced: TracedKernel | None = None
+    ) -> CopiedStates:
+        """The runner for a caller who keeps these states; traced: in its place."""
         return CopiedStates(
-            runner=self.runner, states={name: self.tensors[name] for name in states}
+            runner=traced or self.runner, states={name: self.tensors[name] for name in states}
         )
+
+    def traced(self) -> TracedKernel:
+        """The runner with stamps, of a GPU."""
+        assert not isinstance(self.runner, CpuMegakernel)
+        return TracedKernel(runner=self.runner)
 
     def raise_hang(self) -> None:
         """HangError if a wait of an earlier launch has expired on the GPU; costs nothing."""
@@ -264,7 +285,7 @@ def open_whole(plan: WholePlan, comm: Communicator, device: torch.device) -> Who
         for name, view in arena_views(layout, arena).items()
     }
     kernel = plan.kernel
-    runner: BoundedRunner | CpuMegakernel
+    runner: TracedRunner | CpuMegakernel
     if plan.queues is not None:
         runner = open_hopper(
             plan.segment,

@@ -9,6 +9,7 @@ program allows; check.py proves that for the device as well. Next: kernels/megak
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Protocol
 
@@ -116,9 +117,25 @@ class Evaluator:
         self._given = [buffer for buffer in host.buffers if buffer.role != "temp"]
         self.matmuls = matmuls or SequentialMatmuls(comm)
         self.matmuls.open_symmetric_buffers(host.symmetric_buffers)
-        compiler = _Compiler(host, comm, kernels, self.device, watch, self.ops, self.matmuls)
+        self._compile(watch)
+
+    def _compile(self, watch: Watch | None) -> None:
+        compiler = _Compiler(
+            self.host, self.comm, self.kernels, self.device, watch, self.ops, self.matmuls
+        )
         self._streams = compiler.streams
-        self._run = compiler.block(host.body, 0)
+        self._run = compiler.block(self.host.body, 0)
+
+    def watched(
+        self, watch: Watch | None = None, kernels: Mapping[str, KernelRunner] | None = None
+    ) -> "Evaluator":
+        """Another one of the same ops and symmetric buffers. watch: as of the constructor; kernels:
+        in place of this one's.
+        """
+        found = copy(self)
+        found.kernels = self.kernels if kernels is None else kernels
+        found._compile(watch)
+        return found
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs by name. tensors: the inputs, weights and states of this rank, of their local

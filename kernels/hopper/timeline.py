@@ -12,6 +12,7 @@ from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.diagnosis import describe, describe_batch
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import Instruction, RowAttention
+from distmega.kernels.runtime.sm_spans import sm_span
 from distmega.trace_file import Span
 
 Stamps = Sequence[Sequence[Sequence[Sequence[int]]]]
@@ -28,10 +29,10 @@ def timeline_spans(queues: RowQueues, stamps: Stamps, rank: int) -> Iterator[Spa
             for one, times in zip(queue, of_step[sm], strict=False):
                 name = one.name
                 task = describe(one)
-                yield _span(rank, sm, name, times[0], times[-1], {"step": step, "task": task})
+                yield sm_span(rank, sm, name, times[0], times[-1], {"step": step, "task": task})
                 if all(times):
                     for part, (begin, end) in zip(_parts(one), pairwise(times), strict=True):
-                        yield _span(rank, sm, part, begin, end, {})
+                        yield sm_span(rank, sm, part, begin, end, {})
 
 
 def batch_spans(queues: BatchQueues, stamps: Stamps, rank: int) -> Iterator[Span]:
@@ -50,28 +51,15 @@ def batch_spans(queues: BatchQueues, stamps: Stamps, rank: int) -> Iterator[Span
                     "step": step,
                     "task": describe_batch(queues, number, sm),
                 }
-                yield _span(rank, sm, one.name, begin, end, args)
-                yield _span(rank, sm, "wait for all SMs", begin, ready, {})
+                yield sm_span(rank, sm, one.name, begin, end, args)
+                yield sm_span(rank, sm, "wait for all SMs", begin, ready, {})
                 if chosen:
-                    yield _span(rank, sm, "choose experts", ready, chosen, {})
-                yield _span(rank, sm, "work", chosen or ready, end, {})
+                    yield sm_span(rank, sm, "choose experts", ready, chosen, {})
+                yield sm_span(rank, sm, "work", chosen or ready, end, {})
                 if behind:
-                    loads = _span(rank, sm, one.name, behind, loaded, {})
+                    loads = sm_span(rank, sm, one.name, behind, loaded, {})
                     yield replace(loads, track=f"SM {sm} loads")
                 behind = loaded
-
-
-def _span(
-    rank: int, sm: int, name: str, begin_ns: int, end_ns: int, args: dict[str, str | int]
-) -> Span:
-    return Span(
-        process=f"rank {rank}",
-        track=f"SM {sm}",
-        name=name,
-        start_us=begin_ns / 1e3,
-        duration_us=(end_ns - begin_ns) / 1e3,
-        args=args,
-    )
 
 
 def _parts(one: Instruction) -> tuple[str, ...]:

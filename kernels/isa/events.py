@@ -34,7 +34,7 @@ def tasks_signalling(encoded: Encoded, event: int) -> list[QueuedTask]:
     """The tasks that trigger an event, the same on every rank."""
     return [
         queued
-        for queued, header in _queued_tasks(encoded)
+        for queued, header in queued_tasks(encoded)
         if event in encoded.signals[header.signal :][: header.num_signals, 0]
     ]
 
@@ -43,13 +43,14 @@ def tasks_waiting(encoded: Encoded, event: int) -> list[TaskWaiting]:
     """The tasks that wait for an event."""
     return [
         TaskWaiting(queued, count)
-        for queued, header in _queued_tasks(encoded)
+        for queued, header in queued_tasks(encoded)
         for one, count, _ in encoded.waits[header.wait :][: header.num_waits].tolist()
         if one == event
     ]
 
 
-def _queued_tasks(encoded: Encoded) -> Iterator[tuple[QueuedTask, Header]]:
+def queued_tasks(encoded: Encoded) -> Iterator[tuple[QueuedTask, Header]]:
+    """All records, SM by SM in the order of its queue."""
     for sm, (queue, length) in enumerate(zip(encoded.queues, encoded.lengths, strict=True)):
         for position, record in enumerate(queue[:length]):
             header = unpack_header(record)

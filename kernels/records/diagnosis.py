@@ -26,11 +26,11 @@ def explain_record_hang(
         if not (waiter and owner == rank and _is_before(one, waiter))
     ]
     return hang_error(
-        f"rank {rank}, SM {report.last} ({_describe(waiter) if waiter else 'no instruction'})",
+        f"rank {rank}, SM {report.last} ({describe(waiter) if waiter else 'no instruction'})",
         f"event {event} from rank {owner}",
         limit_s=limit_s,
         expected=f"count {report.flag * count} (launch {report.flag}, {count} each)",
-        debtors=[f"rank {owner}, SM {one.sm}, {_describe(one)}" for one in owing],
+        debtors=[f"rank {owner}, SM {one.sm}, {describe(one)}" for one in owing],
     )
 
 
@@ -39,5 +39,6 @@ def _is_before(one: QueuedTask, waiter: QueuedTask) -> bool:
     return one.sm == waiter.sm and one.position < waiter.position
 
 
-def _describe(one: QueuedTask) -> str:
+def describe(one: QueuedTask) -> str:
+    """Its place in the queue, its op and which task of that it is."""
     return f"instruction {one.position}, {one.name}"

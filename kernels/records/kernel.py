@@ -32,6 +32,7 @@ from distmega.kernels.records.points import (
 from distmega.kernels.records.products import contract, linear
 from distmega.kernels.records.rows import argmax, norm, reduce, scan, top
 from distmega.kernels.records.specs import RecordSpecs
+from distmega.kernels.records.timeline import NUM_STAMPS
 from distmega.kernels.records.words import WORDS, opcode_of
 from distmega.kernels.runtime import report as report_words
 
@@ -44,6 +45,7 @@ ALARM: tl.constexpr = tl.constexpr(report_words.REPORT_ALARM)
 NONE: tl.constexpr = tl.constexpr(report_words.NO_REPORT)
 WORD_BITS: tl.constexpr = tl.constexpr(report_words.WORD_BITS)
 LAST_BITS: tl.constexpr = tl.constexpr(report_words.LAST_BITS)
+STAMPS: tl.constexpr = tl.constexpr(NUM_STAMPS)
 THREADS: tl.constexpr = tl.constexpr(256)
 """Of an SM, at least."""
 
@@ -73,6 +75,21 @@ def clock():
         pack=1,
     )
     return tl.max(each, 0)
+
+
+@triton.jit
+def own_clock():
+    """Likewise, as each thread reads it: for what one of them stores."""
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def stamp(stamps, row, nth: tl.constexpr):
+    """The time, as one of the stamps of a record, where these are taken."""
+    if stamps is not None:
+        tl.store(stamps + row * STAMPS + nth, own_clock())
 
 
 @triton.jit
@@ -188,11 +205,12 @@ def execute(record, arenas, member, spec: tl.constexpr):
 
 
 @triton.jit
-def run_records(tables, memory, events, member, report, longest, specs: tl.constexpr):
+def run_records(tables, memory, events, member, report, longest, stamps, specs: tl.constexpr):
     """One launch, an SM a program.
 
     tables, memory, events, member: see arguments.py. report: int64, see runtime/report.py, bound to
-    an Alarm. longest: records of the longest queue. specs: RecordSpecs of the segment.
+    an Alarm. longest: records of the longest queue. stamps: int64 [sms, longest, NUM_STAMPS],
+    nanoseconds, written by the kernel; None if none are taken. specs: RecordSpecs of the segment.
     """
     sm = tl.program_id(0)
     epoch = tl.load(events.epoch)
@@ -203,13 +221,16 @@ def run_records(tables, memory, events, member, report, longest, specs: tl.const
     arenas = (memory.weights, memory.states, memory.activations, own)
     for at in range(tl.load(tables.lengths + sm)):
         record = tables.queues + (sm * longest + at) * WORDS
+        stamp(stamps, sm * longest + at, 0)
         wait(record, tables, events, epoch, report)
         # what others have written is seen by all threads, since one has waited for it
         tl.debug_barrier()
+        stamp(stamps, sm * longest + at, 1)
         found = tl.load(tables.numbers + sm * longest + at)
         for nth in tl.static_range(num_specs(specs)):
             if found == nth:
                 execute(record, arenas, there, spec_at(specs, nth))
         # the next record, and whoever hears the signal, may read what any thread has stored
         tl.debug_barrier()
+        stamp(stamps, sm * longest + at, 2)
         signal(record, tables, events)

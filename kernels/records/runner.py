@@ -18,11 +18,13 @@ from distmega.kernels.records.arguments import ArenaMemory, Events, Member, Tabl
 from distmega.kernels.records.diagnosis import explain_record_hang
 from distmega.kernels.records.kernel import run_records
 from distmega.kernels.records.specs import find_specs
+from distmega.kernels.records.timeline import NUM_STAMPS, record_spans
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, PEER_BUFFERS, Space, tensor_space
 from distmega.kernels.runtime.memory import allocate_arena, operand_view
 from distmega.kernels.runtime.report import REPORT_WORDS
 from distmega.kernels.runtime.symmetric import Team
+from distmega.trace_file import Span
 
 WARPS = 8
 
@@ -48,9 +50,9 @@ class RecordRunner:
         """
         self.kernel, self._rank, device = kernel, rank, weights_arena.device
         encoded = kernel.encoded
-        self._specs, numbers = find_specs(encoded)
+        self._specs, self._numbers = find_specs(encoded)
         self._num_sms, self._longest = encoded.queues.shape[:2]
-        found = (encoded.queues, encoded.lengths, numbers, encoded.waits, encoded.signals)
+        found = (encoded.queues, encoded.lengths, self._numbers, encoded.waits, encoded.signals)
         self._tables = Tables(*(_on(device, torch.from_numpy(one)) for one in found))
         activations = allocate_arena(kernel.layout.activations, 1, str(device))
         self._memory = ArenaMemory(weights_arena, state_arena, activations)
@@ -97,6 +99,18 @@ class RecordRunner:
         """Runs the kernel once. `tensors`: segment_args of the segment by name; outputs are
         written.
         """
+        self._launch(tensors, None)
+
+    def trace_launch(self, tensors: Mapping[str, Tensor]) -> list[Span]:
+        """As launch, but gives its timeline, on the GPU's clock, once it has ended."""
+        shape = self._num_sms, self._longest, NUM_STAMPS
+        stamps = torch.zeros(shape, dtype=torch.int64, device=self._report.device)
+        self._launch(tensors, stamps)
+        found = stamps.tolist()
+        self.raise_hang()
+        return list(record_spans(self.kernel.encoded, self._numbers, found, self._rank))
+
+    def _launch(self, tensors: Mapping[str, Tensor], stamps: Tensor | None) -> None:
         self.raise_hang()
         for name, view in self._inputs.items():
             view.copy_(tensors[name])
@@ -107,6 +121,7 @@ class RecordRunner:
             self._member,
             self._report,
             self._longest,
+            stamps,
             self._specs,
             num_warps=WARPS,
             num_stages=1,

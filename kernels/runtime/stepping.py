@@ -27,6 +27,14 @@ class BoundedRunner(KernelRunner, Protocol):
         ...
 
 
+class TracedRunner(BoundedRunner, Protocol):
+    """One of a persistent kernel, whose tasks take stamps where that is asked."""
+
+    def trace_launch(self, tensors: Mapping[str, Tensor]) -> list[Span]:
+        """As launch, but gives its timeline, on the GPU's clock, once it has ended."""
+        ...
+
+
 class SteppingRunner(BoundedRunner, Protocol):
     """A runner that also takes several steps in one launch. logits: f32 of the last step, of
     this rank, [n], or [sequences at least, n] of a batch.
@@ -58,3 +66,7 @@ class SteppingRunner(BoundedRunner, Protocol):
         that keeps none.
         """
         ...
+
+
+class StepKernelRunner(SteppingRunner, TracedRunner, Protocol):
+    """A runner of a persistent kernel of steps."""

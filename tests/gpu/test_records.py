@@ -1,5 +1,6 @@
 """Programs that the kernels of rows refuse, as one launch of the kernel of records."""
 
+import json
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -8,10 +9,13 @@ import pytest
 import torch
 
 from distmega.compiled import CompiledProgram
+from distmega.engine.ranks.trace_summary import sum_tasks, summarise_sms
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.machines import H200
+from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
+from distmega.trace_file import write_trace
 from tests.kernels.records.programs import (
     KINDS,
     NAMES,
@@ -67,6 +71,51 @@ def test_one_launch_gives_what_library_ops_give(names):
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=context) as pool:
         wrong = [text for text in pool.map(found_wrong, names) if text]
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "megakernel"), [("tiled", True), ("states", True), ("tiled", False)]
+)
+def test_a_traced_call_does_what_any_does_and_shows_what_took_its_time(kind, megakernel, tmp_path):
+    """By records, of a caller's states too, and by library ops."""
+    program = program_of(kind, KINDS[kind][1][0])
+    plan, values = plan_program(program, MESH, H200), values_of(program)
+    steps = [
+        CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0", megakernel=megakernel)
+        for _ in range(2)
+    ]
+    given = [{key: x.cuda() for key, x in values.items()} for _ in steps]
+    steps[0](given[0])
+    steps[1].trace(given[1])
+    for tensor in program.with_role("state"):
+        assert torch.equal(*(each[tensor.name] for each in given))
+    assert all(torch.equal(x, y) for x, y in zip(*map(outputs, steps, given), strict=True))
+    spans = steps[1].trace(given[1])
+    assert all(span.duration_us >= 0.0 for span in spans)
+    write_trace(tmp_path / "trace.json", spans)
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > len(spans)
+    if megakernel:
+        text = summarise_sms(spans)
+        assert "a launch: " in text
+        assert sum(sums.work_us for sums in sum_tasks(spans)) > 0.0
+        return
+    assert {span.track for span in spans} >= {"stream 0", "host"}
+
+
+def outputs(step: CompiledProgram, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Of a call."""
+    return list(step(given).values())
+
+
+def test_a_kernel_of_rows_has_a_timeline_by_the_same_call():
+    p = ProgramBuilder("rows")
+    x = p.linear(p.input("x", (1, 64), "bf16"), p.weight("w", (96, 64), "bf16"), name="y")
+    program = p.build(x)
+    plan = plan_program(program, MESH, H200)
+    step = CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0", megakernel=True)
+    spans = step.trace({key: x.cuda() for key, x in values_of(program).items()})
+    assert {span.name for span in spans if "step" in span.args} == {"y"}
+    assert "a launch: " in summarise_sms(spans)
 
 
 def test_auto_leaves_them_to_library_ops():

@@ -66,6 +66,16 @@ def test_one_launch_gives_what_library_ops_give(formula):
     assert "no megakernel: a CPU" in slow.explain()
 
 
+@pytest.mark.parametrize("megakernel", [False, True])
+def test_a_cpu_has_no_timeline_and_the_refused_call_leaves_states_as_they_are(megakernel):
+    step, total = compiled(counting(), megakernel=megakernel), torch.zeros(4)
+    with pytest.raises(UnsupportedError, match=r"a timeline of program .* on cpu; expected a GPU"):
+        step.trace({"x": torch.ones(4), "total": total})
+    assert total.tolist() == [0.0] * 4
+    step({"x": torch.ones(4), "total": total})
+    assert total.tolist() == [1.0] * 4
+
+
 def test_weights_are_copied_when_they_are_bound():
     step = compiled(gated("a0 * a1"), megakernel=True)
     parts = random_parts(step)

@@ -135,6 +135,15 @@ class BatchRunner:
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
+        self._launch(tensors, None)
+
+    def trace_launch(self, tensors: Mapping[str, Tensor]) -> list[Span]:
+        """As RowRunner's."""
+        stamps = self._stamps(1)
+        self._launch(tensors, stamps)
+        return self._timeline(stamps)
+
+    def _launch(self, tensors: Mapping[str, Tensor], stamps: Tensor | None) -> None:
         queues = self.queues
         self._num_sequences = queues.batch
         if queues.ids:
@@ -145,7 +154,7 @@ class BatchRunner:
             self._set_positions(tensors[queues.positions])
         self._set_given(tensors)
         self._set_sampling(tensors)
-        self._run(1)
+        self._run(1, stamps)
         for kept in queues.outputs:
             rows, first = queues.rows, kept.first * queues.rows // BATCH
             values = self._numbers[first : first + rows * kept.num]
@@ -203,9 +212,16 @@ class BatchRunner:
     def trace(self, num_steps: int) -> list[Span]:
         """As RowRunner's."""
         require_steps(num_steps)
-        shape = num_steps, *self._words.shape[:2], BATCH_STAMPS
-        stamps = torch.zeros(shape, dtype=torch.int64, device=self._words.device)
+        stamps = self._stamps(num_steps)
         self._run(num_steps, stamps)
+        return self._timeline(stamps)
+
+    def _stamps(self, num_steps: int) -> Tensor:
+        """Memory for those of steps."""
+        shape = num_steps, *self._words.shape[:2], BATCH_STAMPS
+        return torch.zeros(shape, dtype=torch.int64, device=self._words.device)
+
+    def _timeline(self, stamps: Tensor) -> list[Span]:
         found = stamps.tolist()
         self.raise_hang()
         return list(batch_spans(self.queues, found, self._team.team_rank if self._team else 0))

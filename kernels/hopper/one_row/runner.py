@@ -144,6 +144,15 @@ class RowRunner:
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """One step; `tensors` are segment_args of the segment by name, outputs are written."""
+        self._launch(tensors, None)
+
+    def trace_launch(self, tensors: Mapping[str, Tensor]) -> list[Span]:
+        """As launch, but gives its timeline, on the GPU's clock, once it has ended."""
+        stamps = self._stamps(1)
+        self._launch(tensors, stamps)
+        return self._timeline(stamps)
+
+    def _launch(self, tensors: Mapping[str, Tensor], stamps: Tensor | None) -> None:
         queues = self.queues
         if queues.ids:
             self._state[STATE_ID].copy_(tensors[queues.ids][0])
@@ -155,7 +164,7 @@ class RowRunner:
             self._state[STATE_POSITION].copy_(tensors[queues.positions][0])
         self._first = CONTINUED
         self._set_sampling(tensors)
-        self._run(1)
+        self._run(1, stamps)
         for kept in queues.outputs:
             values = self._kept[kept.first : kept.first + kept.num]
             tensors[kept.tensor].view(-1).copy_(values)
@@ -200,9 +209,16 @@ class RowRunner:
     def trace(self, num_steps: int) -> list[Span]:
         """As run_steps, but gives the timeline of the steps, on the GPU's clock."""
         require_steps(num_steps)
-        shape = num_steps, *self._words.shape[:2], STAMPS
-        stamps = torch.zeros(shape, dtype=torch.int64, device=self._words.device)
+        stamps = self._stamps(num_steps)
         self._run(num_steps, stamps)
+        return self._timeline(stamps)
+
+    def _stamps(self, num_steps: int) -> Tensor:
+        """Memory for those of steps."""
+        shape = num_steps, *self._words.shape[:2], STAMPS
+        return torch.zeros(shape, dtype=torch.int64, device=self._words.device)
+
+    def _timeline(self, stamps: Tensor) -> list[Span]:
         found = stamps.tolist()
         self.raise_hang()
         return list(timeline_spans(self.queues, found, self._team_rank))

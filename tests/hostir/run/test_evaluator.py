@@ -1,8 +1,11 @@
 """The evaluator on one rank: equal to plain torch, and errors that name the node."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from distmega.errors import ProgramError, RankFailure
 from distmega.hostir.comm.communicator import SingleCommunicator
@@ -11,6 +14,7 @@ from distmega.hostir.ir.text import parse_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.hostir.run.timeline import HostClock
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from tests.hostir.programs import (
@@ -22,6 +26,18 @@ from tests.hostir.programs import (
     random_tensors,
     with_views,
 )
+
+
+class Noting(SegmentRunner):
+    """Notes its launches."""
+
+    def __init__(self, segment: Program, seen: list[str]) -> None:
+        super().__init__(segment)
+        self.seen = seen
+
+    def launch(self, tensors: Mapping[str, Tensor]) -> None:
+        self.seen.append(self.segment.name)
+        super().launch(tensors)
 
 
 def lowered(program: Program, *, megakernel: bool, **options: frozenset[str]) -> HostProgram:
@@ -58,6 +74,21 @@ def test_views_share_storage(megakernel: bool, apart: str):
     assert torch.equal(found["top"], (half * 2).amax(0))
     assert torch.equal(found["c"], torch.cat((half * 2, half)))
     assert torch.equal(found["turned"], a.T)
+
+
+def test_another_evaluator_is_watched_or_has_other_kernels():
+    host, kernels = lowered(mlp(), megakernel=False), lowered(mlp(), megakernel=True)
+    tensors, clock = random_tensors(host), HostClock()
+    plain = evaluator(host)
+    expected = plain.watched(clock.watch).run(tensors)["y"]
+    seen = {word: len(times) for word, times in clock.times_us.items()}
+    assert seen["linear"] == 2
+    assert torch.equal(plain.run(tensors)["y"], expected)
+    assert seen == {word: len(times) for word, times in clock.times_us.items()}
+    (segment,), seen = kernels.segments, []
+    other = evaluator(kernels).watched(kernels={segment.name: Noting(segment, seen)})
+    torch.testing.assert_close(other.run(tensors)["y"], expected)
+    assert seen == [segment.name]
 
 
 @pytest.mark.parametrize("megakernel", [False, True])

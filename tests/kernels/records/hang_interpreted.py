@@ -7,18 +7,15 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import time
 from unittest.mock import patch
 
-import numpy as np
 from triton import language as tl
-from triton.runtime import interpreter
 
 from distmega.errors import HangError
 from distmega.kernels.records import kernel
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
-from tests.kernels.records.records_interpreted import interpreted, runner_of
+from tests.kernels.records.records_interpreted import clock, interpreted, runner_of
 
 LIMIT_S = 0.05
 given_up: list[int] = []
@@ -32,12 +29,6 @@ def chain() -> Program:
     for n in range(3):
         x = p.linear(x, p.weight(f"w{n}", (192, 192)))
     return p.build(x)
-
-
-def clock() -> tl.tensor:
-    """In place of one in PTX."""
-    now = np.array([time.monotonic_ns()], dtype=np.int64)
-    return tl.tensor(interpreter.TensorHandle(now, tl.int64), tl.int64)
 
 
 def accuse(report: tl.tensor, epoch: tl.tensor, at: tl.tensor) -> None:

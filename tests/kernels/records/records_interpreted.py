@@ -7,11 +7,13 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton import language as tl
@@ -43,6 +45,12 @@ def by_torch(function: Callable[..., Tensor]) -> Callable[..., tl.tensor]:
         return tl.tensor(interpreter.TensorHandle(data, xs[0].dtype), xs[0].type)
 
     return run
+
+
+def clock() -> tl.tensor:
+    """In place of one in PTX."""
+    now = np.array([time.monotonic_ns()], dtype=np.int64)
+    return tl.tensor(interpreter.TensorHandle(now, tl.int64), tl.int64)
 
 
 NAMES = "sin", "cos", "erf", "exp", "log", "sqrt", "floor", "tanh", "pow"

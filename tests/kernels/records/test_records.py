@@ -111,15 +111,19 @@ def test_what_has_no_body_is_refused_as_before(monkeypatch):
         on_gpu(program, monkeypatch, forced=True)
 
 
-def compiled(kind: str, dtype: str, monkeypatch, default: str = "cpu") -> Machine:
-    """The kernel of a program, for sm_90a; default: the device that torch has for others."""
+def compiled(
+    kind: str, dtype: str, monkeypatch, default: str = "cpu", *, traced: bool = False
+) -> Machine:
+    """The kernel of a program, for sm_90a; default: the device that torch has for others; traced:
+    with stamps.
+    """
     plan = on_gpu(program_of(kind, dtype), monkeypatch, forced=True)
     arenas, tensors = allocate_tensors(plan.segment, (plan.weights, plan.states))
     assert plan.kernel is not None
     run_records.device_caches.clear()  # of another program with the same kernel
     with offline(monkeypatch) as launched, torch.device(default):
         runner = RecordRunner(plan.kernel, rank=0, weights_arena=arenas[0], state_arena=arenas[1])
-        runner.launch(tensors)
+        (runner.trace_launch if traced else runner.launch)(tensors)
     (code,) = launched
     return code
 

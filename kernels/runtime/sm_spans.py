@@ -1,0 +1,23 @@
+"""Spans of what the SMs of a persistent kernel do: a process a rank, a track an SM.
+
+In: stamps of the GPU's clock. Out: a Span, see distmega/trace_file.py. The timelines of the kernels
+of rows (hopper/timeline.py) and of records (records/timeline.py) share it. Torch-free.
+"""
+
+from collections.abc import Mapping
+
+from distmega.trace_file import Span
+
+
+def sm_span(
+    rank: int, sm: int, name: str, begin_ns: int, end_ns: int, args: Mapping[str, str | int]
+) -> Span:
+    """From one stamp to another, in nanoseconds; args: see Span."""
+    return Span(
+        process=f"rank {rank}",
+        track=f"SM {sm}",
+        name=name,
+        start_us=begin_ns / 1e3,
+        duration_us=(end_ns - begin_ns) / 1e3,
+        args=args,
+    )
