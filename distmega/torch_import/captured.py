@@ -27,7 +27,7 @@ from distmega.sharding.layout.placements import Layout
 from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.search.cost import Machine
 from distmega.torch_import.annotations import match_annotations
-from distmega.torch_import.convert import Empty, Graph, Late, Output, Shared, convert
+from distmega.torch_import.conversion import Empty, Graph, Late, Output, Shared, convert
 from distmega.torch_import.exported import export_module
 
 Signature = tuple[tuple[object, object], ...]

@@ -2,7 +2,7 @@
 
 In: a module and example inputs. Out: an ExportedProgram whose in-place updates are results, whose
 operators are torch's core ones and those that programs state whole. Next on the walk: repeats.py,
-then convert.py.
+then conversion/converter.py.
 """
 
 import re

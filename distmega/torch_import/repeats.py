@@ -5,7 +5,7 @@ values, and compares what layers do, operator by operator: layers of one kind do
 they are given, each with parameters and buffers of its own. `folded` lets the module export with
 one node in the place of each but the first of a kind; `unfold` puts copies of the first one's
 nodes there, so that the graph is the one of all layers. Used by exported.py; next on the walk:
-convert.py.
+conversion/converter.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

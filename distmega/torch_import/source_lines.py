@@ -1,7 +1,7 @@
 """Where in a module's source an error comes from.
 
 In: the trace of a graph's node, or an error. Out: a file and a line. Used by exported.py and
-convert.py.
+conversion/.
 """
 
 import re

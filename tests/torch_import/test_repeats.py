@@ -19,7 +19,7 @@ from distmega.program.text import print_program
 from distmega.program.types import Program
 from distmega.sharding.search.search import AxisSearch
 from distmega.torch_import import exported
-from distmega.torch_import.convert import convert
+from distmega.torch_import.conversion import convert
 from distmega.torch_import.exported import export_module
 from distmega.torch_import.forms import rotations
 from distmega.torch_import.huggingface.decoders import HfDecoder, open_decoder

@@ -27,7 +27,7 @@ from distmega.models.decoder import Logits, choose_tokens
 from distmega.models.sampling import GREEDY, Method
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
-from distmega.torch_import.convert import Graph, convert
+from distmega.torch_import.conversion import Graph, convert
 from distmega.torch_import.exported import export_module
 from distmega.torch_import.forms import Derived, Normal, normalise
 from distmega.torch_import.huggingface.attention import (

@@ -2,7 +2,7 @@
 
 In: a tensor of complex numbers as Foreign, its real and imaginary parts in a dim of two behind the
 others. Out: rules for making, multiplying, showing and moving them, by operator; others stay
-opaque. Used by ../convert.py.
+opaque. Used by ../conversion/.
 """
 
 from collections.abc import Sequence

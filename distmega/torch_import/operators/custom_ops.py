@@ -2,7 +2,7 @@
 
 `distmega::attend` is attention under a mask with a soft cap; `append_rows` gives a cache with new
 rows in it; `attend_rows` is causal attention over caches. All run by torch like any other. The
-rules at the end say what they become. Used by ../convert.py, and by decoders of transformers
+rules at the end say what they become. Used by ../conversion/, and by decoders of transformers
 (../huggingface/attention.py). `mark` and `stand_in` are in graphs only until ../repeats.py has put
 layers in their places.
 """

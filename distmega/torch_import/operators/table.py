@@ -2,7 +2,7 @@
 
 A rule takes a Build, and the operator's arguments by the names of torch's schema, tensors as
 values. It gives the value of the result, a list of them, or NotImplemented: then the operator stays
-opaque. Filled by the files beside it, used by ../convert.py. Operators that are one expression an
+opaque. Filled by the files beside it, used by ../conversion/. Operators that are one expression an
 element stand here; where an argument changes the expression, pointwise.py has a rule instead.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from distmega.hostir.library.torch_types import dtype_name
+from distmega.hostir.library.torch_types import HOLDERS, dtype_name
 from distmega.program.builder import Handle
 from distmega.program.dtypes import ITEM_BYTES
 
@@ -62,6 +62,22 @@ TENSORS = (Handle, Constant, Spread, Foreign)
 def value_dtype(value: TensorValue) -> str:
     """Short name of a tensor's element type."""
     return value.tensor.dtype if isinstance(value, Handle) else value.dtype
+
+
+def is_tensor(value: Value) -> bool:
+    """Whether it is a tensor, of any type."""
+    return isinstance(value, TENSORS)
+
+
+def is_foreign(value: Value) -> bool:
+    """Whether it is a tensor of a type that programs lack."""
+    known = isinstance(value, Constant) and value.tensor.dtype in HOLDERS
+    return known or isinstance(value, Foreign)
+
+
+def varies(value: Value) -> bool:
+    """Whether it is a tensor that is not known at capture."""
+    return isinstance(value, Handle | Spread | Foreign)
 
 
 def is_float(dtype: str) -> bool:

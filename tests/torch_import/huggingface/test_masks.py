@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from distmega.errors import CaptureError
-from distmega.torch_import.convert import convert
+from distmega.torch_import.conversion import convert
 from distmega.torch_import.exported import export_module
 from distmega.torch_import.huggingface.masks import check_masks
 from distmega.torch_import.operators import custom_ops

@@ -2,7 +2,7 @@
 what handles tensors whose shapes the data decide.
 
 In: the nodes of a graph. Out: nodes and Regions in an order in which they can run, each region as
-small as it can be. Used by convert.py.
+small as it can be. Used by converter.py.
 """
 
 import heapq
