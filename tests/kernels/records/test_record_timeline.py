@@ -42,6 +42,16 @@ def test_a_record_has_a_span_and_its_parts():
     assert not any(part.args for part in waits + works)
 
 
+def test_spans_begin_at_the_nanosecond():
+    """A float of the microseconds since 1970, which GPUs count, steps by a quarter of one."""
+    _, numbers = find_specs(ENCODED)
+    stamps = [[[time + at for time in times] for at, times in enumerate(sm)] for sm in made_up()]
+    tasks = list(record_spans(ENCODED, numbers, stamps, 0))[::3]
+    starts = [span.start_us for span in tasks if span.track == "SM 0"]
+    assert len(starts) > 2
+    assert np.diff(starts) == pytest.approx(10.001, abs=5e-4)
+
+
 def test_a_span_says_which_record_it_is():
     _, numbers = find_specs(ENCODED)
     tasks = list(record_spans(ENCODED, numbers, made_up(), 0))[::3]
