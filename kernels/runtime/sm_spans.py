@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from distmega.trace_file import Span
 
 ROUND_NS = 2**50
-"""13 days, after which spans are counted from zero again: a float of more microseconds could not tell
-nanoseconds apart.
+"""13 days, after which spans are counted from zero again: a float of more microseconds could not
+tell nanoseconds apart.
 """
 
 

@@ -85,6 +85,8 @@ def run_records(comm: Communicator) -> None:
                     text = differs(found, first, 0.0)
                     assert not text, f"{where}, call {n + 2}: {text}"
             assert step.stats.replayed == replay, f"{where}: {step.stats.reason}"
+            spans = step.trace(parts)
+            assert {span.process for span in spans} == {f"rank {comm.rank}"}, where
             step.wait()
 
 
