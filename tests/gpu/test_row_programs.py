@@ -21,6 +21,7 @@ from tests.kernels.row_programs import (
     PROMPTS,
     SELF_ATTENTION,
     attending,
+    attending_columns,
     attending_rows,
     crossing,
     prompt,
@@ -86,6 +87,11 @@ def test_rows_of_tables_and_norms_of_heads(program):
 @pytest.mark.parametrize("name", HEADS)
 def test_rows_of_decoders_with_other_heads(name):
     check(attending(rows=5, **HEADS[name]))
+
+
+@pytest.mark.parametrize(("rows", "turned"), [(3, ""), (2, "rope"), (16, "norm")])
+def test_attention_over_columns_of_one_product(rows, turned):
+    check(attending_columns(rows, turned=turned))
 
 
 @pytest.mark.parametrize("name", SELF_ATTENTION)

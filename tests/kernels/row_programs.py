@@ -162,6 +162,43 @@ def attending(
     return p.build(p.argmax(logits, name="next"), x)
 
 
+def attending_columns(
+    rows: int, *, turned: str = "", order: str = "qkv", joined: bool = True, keeps: bool = False
+) -> Program:
+    """A decode step of sequences with caches of their own, whose queries, keys and values are
+    columns of one product, in this order, unless `joined` is False. turned: as of attending_rows.
+    keeps: whether the product leaves, too.
+    """
+    p, kv_heads, group, dim = ProgramBuilder("columns"), 2, 2, 64
+    x, at = p.input("x", (rows, HIDDEN), "bf16"), p.input("positions", (rows,), "i64")
+    table = p.weight("angles", (CONTEXT, dim), "f32") if turned else None
+    sizes = {"q": kv_heads * group * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+    outs = []
+    for i in range(2):
+        n, made, stop = rms(p, x, f"n{i}"), {}, 0
+        if joined:
+            outs.append(matrix(p, n, sum(sizes.values()), f"qkv{i}", bias=True))
+        for name in order:
+            if joined:
+                part = p.slice(outs[-1], 1, stop, stop + sizes[name], view=True)
+            else:
+                part = matrix(p, n, sizes[name], f"{name}{i}", bias=True)
+            one = p.reshape(part, (rows, sizes[name] // dim, dim), view=True)
+            if turned == "norm" and name != "v":
+                one = rms(p, one, f"{name}_norm{i}")
+            made[name] = p.rope(one, at, table) if table and name != "v" else one
+            stop += sizes[name]
+        caches = [p.state(f"{n}{i}_cache", (rows, kv_heads, CONTEXT, dim), "bf16") for n in "kv"]
+        for cache, name in zip(caches, "kv", strict=True):
+            p.kv_append(cache, made[name], at)
+        q = p.reshape(made["q"], (rows, kv_heads, group, dim), view=True)
+        mixed = p.reshape(p.attention(q, *caches, at, dim**-0.5), (rows, sizes["q"]), view=True)
+        x = p.pointwise("a0 + a1", x, matrix(p, mixed, HIDDEN, f"o{i}"), name=f"x{i}")
+        up = matrix(p, rms(p, x, f"m{i}"), FFN, f"up{i}", bias=True).map("gelu(a0)")
+        x = p.pointwise("a0 + a1", x, matrix(p, up, HIDDEN, f"down{i}"), name=f"z{i}")
+    return p.build(x, *outs if keeps else ())
+
+
 def attending_rows(
     rows: int,
     *,

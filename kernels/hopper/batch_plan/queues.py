@@ -128,6 +128,8 @@ def apart(fused: Sequence[Fused], outputs: Sequence[str] = ()) -> Iterator[Fused
             yield op
             continue
         (stream,) = op.streams
+        if len(stream.weights) < len(op.outs):
+            raise unfit(f"{op.name!r}, of which attention takes columns, where others lie apart")
         for weight, bias, out in zip(stream.weights, stream.biases, op.outs, strict=True):
             alone = WeightStream(weights=(weight,), biases=(bias,))
             yield replace(op, name=out, streams=(alone,), outs=(out,))

@@ -3,6 +3,9 @@
 Next on the walk: row_attention.py.
 """
 
+from collections.abc import Container
+from itertools import accumulate
+
 from distmega.kernels.tasks.fuse.state import Fusion, does_not_fuse, norm_of, num_reduced, out_of
 from distmega.kernels.tasks.fuse.types import Fused, FusedAttention, InputNorm
 from distmega.program.kinds import kind_of
@@ -27,6 +30,7 @@ def fuse_attention(fusion: Fusion, op: Op) -> Fused:
     fusion.take(op, *appends)
     v = fusion.read(appends[1], 0)
     fusion.attended += [q, k, v]
+    note_parts(fusion, (q, k, v))
     scale, window = op.attr("scale"), op.attr("window")
     softcap = op.get("softcap", 0.0)
     assert isinstance(scale, float)
@@ -49,6 +53,31 @@ def fuse_attention(fusion: Fusion, op: Op) -> Fused:
         bias=bias,
         out=out_of(op),
     )
+
+
+def note_parts(fusion: Fusion, names: tuple[str, ...]) -> None:
+    """Notes the tensor of rows of which these are the columns, one after the other and all of them,
+    if there is one and it is nothing else.
+    """
+    columns = [fusion.columns.get(name) for name in names]
+    found = [each for each in columns if each is not None]
+    if len(found) < len(names) or len({each.tensor for each in found} - fusion.outputs) != 1:
+        return
+    whole, ends = found[0].tensor, [0, *accumulate(each.num for each in found)]
+    covers = ends[-1] * fusion.tensors[whole].shape[0] == fusion.size(whole)
+    alone = all(is_view_towards(fusion, user, names) for user in fusion.users.get(whole, []))
+    if covers and alone and [each.first for each in found] == ends[:-1]:
+        fusion.parts[whole] = names
+
+
+def is_view_towards(fusion: Fusion, op: Op, names: Container[str]) -> bool:
+    """Whether an op is a view that is one of these tensors, or which views alone go on from that
+    do.
+    """
+    if not op.is_view or out_of(op) in fusion.outputs:
+        return False
+    users = fusion.users.get(out_of(op), [])
+    return out_of(op) in names or all(is_view_towards(fusion, user, names) for user in users)
 
 
 def rotated(fusion: Fusion, user: Op, name: str) -> tuple[str, Op, str]:

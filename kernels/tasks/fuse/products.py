@@ -43,19 +43,20 @@ class FusibleProduct:
 
 def fuse_linear(fusion: Fusion, op: Op) -> Fused:
     """A linear whose result leaves as it is, and all others of the same x that do; what an
-    attention takes lies as it does there.
+    attention takes lies as it does there. One whose columns an attention takes gives these.
     """
     first = product_around(fusion, op)
     together = [first]
     is_gathered = is_taken_by_gather(fusion, first.out)
-    if first.num_ranks == 1 and fusion.joining.beside and not is_gathered:
+    is_cut = first.out in fusion.parts
+    if first.num_ranks == 1 and fusion.joining.beside and not is_gathered and not is_cut:
         together = [
             one
             for user in fusion.users[fusion.storage(op.reads[0].tensor)]
             if contracts(user) and user.name not in fusion.taken
             for one in [product_around(fusion, user)]
             if one.num_ranks == 1 and fusion.read(user, 0) == fusion.read(op, 0)
-            if not is_taken_by_gather(fusion, one.out)
+            if not is_taken_by_gather(fusion, one.out) and one.out not in fusion.parts
         ]
     order = {name: i for i, name in enumerate(fusion.attended)}
     together.sort(key=lambda one: order.get(one.out, len(order)))
@@ -71,7 +72,7 @@ def fuse_linear(fusion: Fusion, op: Op) -> Fused:
                 biases=tuple(name for one in streams for name in one.biases),
             ),
         ),
-        outs=tuple(one.out for one in together),
+        outs=fusion.parts.get(first.out) or tuple(one.out for one in together),
         num_ranks=first.num_ranks,
     )
 

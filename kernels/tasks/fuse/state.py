@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from distmega.errors import UnsupportedError
 from distmega.kernels.tasks.fuse.types import InputNorm
-from distmega.kernels.tasks.fuse.views import shown_by_views
+from distmega.kernels.tasks.fuse.views import columns_by_views, shown_by_views
 from distmega.program.kinds import kind_of
 from distmega.program.types import Op, Program
 
@@ -48,6 +48,7 @@ class Fusion:
         self.takes_norm, self.joining = takes_norm, joining
         self.tensors = segment.tensor_map()
         self.shown = shown_by_views(segment)
+        self.columns = columns_by_views(segment)
         self.producers = {w.tensor: op for op in segment.ops for w in op.writes}
         self.users: dict[str, list[Op]] = {}
         for op in segment.ops:
@@ -59,6 +60,8 @@ class Fusion:
         self.taken: set[str] = set()
         self.attended: list[str] = []
         """Queries, keys and values of each attention."""
+        self.parts: dict[str, tuple[str, ...]] = {}
+        """Of tensors of rows that attention alone takes, as queries, keys and values: these."""
         self.shared_norms: dict[tuple[str, InputNorm], str] = {}
         """Results of norms that others than contractions take, by what they are norms of."""
 

@@ -60,7 +60,8 @@ class FusedContraction:
     x is normalised first if `norm`. Argument i of the formula is the product of stream i with its
     bias added; arguments after the streams are `operands`, tensors of as many elements as a stream
     has rows. With several ranks the product of the only stream is summed over them first. outs: the
-    result, cut where the weights of the first stream are. normed: the normalised x, if it is also
+    result, cut where the weights of the first stream are, or of one weight the columns of the
+    result that an attention takes. normed: the normalised x, if it is also
     an operand of later ops or leaves. name: of the op that gave the result. experts: where the
     weights are of several, and data choose.
     """

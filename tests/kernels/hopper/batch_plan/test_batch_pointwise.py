@@ -21,7 +21,15 @@ from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.fuse import fuse_segment
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
-from tests.kernels.row_programs import HEADS, HIDDEN, PROGRAMS, attending, matrix, rms
+from tests.kernels.row_programs import (
+    HEADS,
+    HIDDEN,
+    PROGRAMS,
+    attending,
+    attending_columns,
+    matrix,
+    rms,
+)
 
 
 def queues_of(program: Program, num_sms: int = 20) -> BatchQueues:
@@ -153,6 +161,26 @@ def test_heads_of_any_width_are_taken(name: str):
     queues = queues_of(attending(rows=4, **HEADS[name]))
     assert queues.attention is not None
     assert queues.attention.head_dim == HEADS[name].get("dim", 64)
+
+
+@pytest.mark.parametrize("turned", ["", "rope", "norm"])
+def test_attention_takes_columns_of_one_product(turned: str):
+    """As those of products whose weights lie side by side, instruction for instruction."""
+    queues, others = (
+        queues_of(attending_columns(4, turned=turned, joined=joined)) for joined in (True, False)
+    )
+    assert queues.attention == others.attention
+    assert queues.attention is not None
+    assert not queues.attention.apart
+    for mine, theirs in zip(queues.queues, others.queues, strict=True):
+        assert [replace(one, name="") for one in mine] == [replace(one, name="") for one in theirs]
+    assert queues.matrices == others.matrices
+
+
+@pytest.mark.parametrize("options", [{"order": "kqv"}, {"keeps": True}])
+def test_columns_in_another_order_or_for_others_too_are_refused(options):
+    with pytest.raises(UnsupportedError, match="which takes"):
+        queues_of(attending_columns(4, **options))
 
 
 def test_attention_finds_what_is_added_to_scores():
