@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.options import read_options
 from bench.timing import alternating_us, captured
 from distmega.kernels.library.packed_attention import attend_by_groups, attend_by_tiles
 
@@ -44,11 +45,11 @@ class Case:
 
 def parse_case(text: str) -> Case:
     """Reads "DIM HEADS KV_HEADS: BATCH x TOKENS"."""
-    found = re.fullmatch(r"(\d+) (\d+) (\d+): (\d+) x (\d+)", text)
+    number = r"([1-9]\d*)"
+    found = re.fullmatch(f"{number} {number} {number}: {number} x {number}", text)
     if not found:
-        raise SystemExit(
-            f"case {text!r}; expected 'DIM HEADS KV_HEADS: BATCH x TOKENS'; correct it"
-        )
+        form = "DIM HEADS KV_HEADS: BATCH x TOKENS"
+        raise SystemExit(f"case {text!r}; expected '{form}', each at least 1; correct it")
     return Case(text, *map(int, found.groups()))
 
 
@@ -128,7 +129,7 @@ def main() -> None:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=CASES)
-    for case in map(parse_case, parser.parse_args().cases):
+    for case in map(parse_case, read_options(parser).cases):
         print(measure(case), flush=True)
 
 

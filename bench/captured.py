@@ -46,6 +46,7 @@ from transformers import (
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from bench.cases import StepCase, read_case
+from bench.options import at_least, read_options, seconds
 from bench.programs import own_tensors
 from bench.records import Book, Record, add_book_options, open_book
 from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
@@ -387,11 +388,11 @@ def main() -> None:
     """Measures the cases that the command line names, all if none."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=CASES)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=at_least(1), default=20)
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--longest", type=float, default=600.0, help="seconds for setting up")
+    parser.add_argument("--longest", type=seconds, default=600.0, help="seconds for setting up")
     add_book_options(parser)
-    given = parser.parse_args()
+    given = read_options(parser)
     for text in given.cases:
         parse_case(text)
     book = open_book(given.results, given.commit)

@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 
+from bench.options import at_least
 from bench.ranks import run_on_ranks
 from bench.records import Book, Record, add_book_options, open_book
 from bench.turns import Turns, tune_alone
@@ -52,11 +53,13 @@ def read_case(text: str, *numbers: str) -> tuple[Any, ...]:
     """The model, the numbers and the GPUs that "MODEL NUMBER=N ... tp=N" names, one GPU unless
     said; ends the program where it does not name all numbers, in this order.
     """
-    pattern = r"(\S+)" + "".join(rf" {name}=(\d+)" for name in numbers) + r"(?: tp=(\d+))?"
+    pattern = (
+        r"(\S+)" + "".join(rf" {name}=([1-9]\d*)" for name in numbers) + r"(?: tp=([1-9]\d*))?"
+    )
     match = re.fullmatch(pattern, text)
     if not match:
         form = " ".join(f"{name}=N" for name in (*numbers, "tp"))
-        raise SystemExit(f"case {text!r}; expected 'MODEL {form}'; correct it")
+        raise SystemExit(f"case {text!r}; expected 'MODEL {form}', each N at least 1; correct it")
     model, *found = match.groups("1")
     return model, *map(int, found)
 
@@ -89,7 +92,7 @@ def make_parser(doc: str | None, cases: Sequence[str], rounds: int) -> argparse.
     """Options that such commands share. cases, rounds: where none are named."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("cases", nargs="*", default=cases)
-    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--rounds", type=at_least(1), default=rounds)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--at-once", action="store_true", help="set up all cases at the same time")
     add_book_options(parser)

@@ -21,6 +21,8 @@ import time
 import torch
 import triton.experimental.gluon  # noqa: F401, counted with torch
 
+from bench.options import read_options
+
 PROMPT = range(100, 228)
 
 
@@ -81,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--start", type=float, help="of a process that measures itself")
-    arguments = parser.parse_args()
+    arguments = read_options(parser, lambda given: 0 if given.start else 1)
     if arguments.start:
         print(json.dumps(measure(arguments.model, arguments.start)))
         return

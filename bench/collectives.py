@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from bench.options import at_least, read_options
 from bench.ranks import run_on_ranks
 from bench.records import Book, Record, add_book_options, open_book
 from bench.timing import Call, elapsed_us
@@ -119,11 +120,11 @@ def measure(comm: NcclCommunicator, rounds: int, sizes_kb: tuple[int, ...], book
 def main() -> None:
     """Measures on `--ranks` GPUs of this machine."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--kb", type=int, nargs="+", default=SIZES_KB)
+    parser.add_argument("--ranks", type=at_least(1), default=2)
+    parser.add_argument("--rounds", type=at_least(1), default=20)
+    parser.add_argument("--kb", type=at_least(1), nargs="+", default=SIZES_KB)
     add_book_options(parser)
-    given = parser.parse_args()
+    given = read_options(parser, lambda given: given.ranks)
     book = open_book(given.results, given.commit)
     run_on_ranks(measure, given.ranks, given.rounds, tuple(given.kb), book)
 

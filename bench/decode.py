@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.cases import Ready, StepCase, make_parser, measure_cases, read_case
+from bench.options import gpus_of_cases, read_options
 from bench.ranks import AHEAD_CYCLES
 from bench.records import Record
 from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
@@ -250,9 +251,14 @@ def measure(
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Measures the cases that the command line names, all if none."""
     parser = make_parser(__doc__, CASES, 20)
     parser.add_argument("--by-layer", action="store_true")
-    arguments = parser.parse_args()
+    arguments = read_options(parser, gpus_of_cases(lambda text: parse_case(text).num_ranks))
     with_options = partial(measure, by_layer=arguments.by_layer)
     measure_cases("decode", arguments, parse_case, with_options)
+
+
+if __name__ == "__main__":
+    main()

@@ -27,6 +27,7 @@ from bench.blocks import (
     mlp_block,
     transformer_block,
 )
+from bench.options import at_least, read_options, seconds
 from bench.ranks import median_us, run_on_ranks
 from bench.records import Record, add_book_options, open_book
 from distmega.hostir.comm.nccl import NcclCommunicator
@@ -192,11 +193,11 @@ def summary(record: Record) -> str:
 def main() -> None:
     """Starts the ranks and measures all cases."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rows", type=int, nargs="+", default=[], help="only these M")
-    parser.add_argument("--seconds", type=float, default=120.0, help="after which no case starts")
+    parser.add_argument("--ranks", type=at_least(1), default=2)
+    parser.add_argument("--rows", type=at_least(1), nargs="+", default=[], help="only these M")
+    parser.add_argument("--seconds", type=seconds, default=120.0, help="after which no case starts")
     add_book_options(parser)
-    options = parser.parse_args()
+    options = read_options(parser, lambda given: given.ranks)
     options.book = open_book(options.results, options.commit)
     run_on_ranks(run_rank, options.ranks, options)
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.options import at_least, read_options
 from bench.records import Record, add_book_options, open_book
 from bench.timing import Call, alternating_us
 from distmega import kernels
@@ -31,6 +32,7 @@ from distmega.kernels.pipelined.pointwise import pointwise
 from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.kernels.pipelined.tuning import known_choice, tuning
 
+SIZES_MB = [1, 4, 16, 64, 256, 1024, 4096]
 MB = 2**20
 FLUSH_BYTES = 512 * MB
 """Written before each timed call: more than the L2 holds, and time for the host to run ahead."""
@@ -246,10 +248,12 @@ def measure(case: Case, data: list[Tensor]) -> Record:
 def main() -> None:
     """Measures all cases and writes the records."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--sizes-mb", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096])
+    parser.add_argument(
+        "--sizes-mb", type=at_least(1), nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096]
+    )
     parser.add_argument("--host", action="store_true", help="also the time on the host of a call")
     add_book_options(parser)
-    options = parser.parse_args()
+    options = read_options(parser)
     book = open_book(options.results, options.commit)
     logging.basicConfig(format="%(message)s")
     logging.getLogger(tuning.__module__).setLevel(logging.INFO)  # says which kernel is chosen

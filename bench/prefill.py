@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.cases import Ready, make_parser, measure_cases, read_case
+from bench.options import gpus_of_cases, read_options
 from bench.records import Record
 from bench.timing import captured, elapsed_us
 from bench.torch_decoder import make_peer
@@ -181,6 +182,12 @@ def measure(
     )
 
 
-if __name__ == "__main__":
-    arguments = make_parser(__doc__, CASES, ROUNDS).parse_args()
+def main() -> None:
+    """Measures the cases that the command line names, all if none."""
+    parser = make_parser(__doc__, CASES, ROUNDS)
+    arguments = read_options(parser, gpus_of_cases(lambda text: parse_case(text).num_ranks))
     measure_cases("prefill", arguments, parse_case, measure)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.cases import read_case
-from bench.prefill import Case, prompts_of
+from bench.options import at_least, gpus_of_cases, read_options
+from bench.prefill import Case, parse_case, prompts_of
 from bench.ranks import run_on_ranks
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
@@ -123,11 +123,10 @@ def main() -> None:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="+")
-    parser.add_argument("--layers", type=int, default=0)
-    parser.add_argument("--top", type=int, default=14)
-    arguments = parser.parse_args()
-    for text in arguments.cases:
-        case = Case(text, *read_case(text, "prompt", "batch"))
+    parser.add_argument("--layers", type=at_least(0), default=0)
+    parser.add_argument("--top", type=at_least(1), default=14)
+    arguments = read_options(parser, gpus_of_cases(lambda text: parse_case(text).num_ranks))
+    for case in map(parse_case, arguments.cases):
         run_on_ranks(profile_case, case.num_ranks, case, arguments.layers, arguments.top)
 
 

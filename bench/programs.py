@@ -36,6 +36,7 @@ from torch import Tensor
 
 from bench.cases import read_case
 from bench.decode import meet
+from bench.options import at_least, gpus_of_cases, read_options
 from bench.ranks import TIMEOUT_S, run_on_ranks
 from bench.records import Record, add_book_options, open_book
 from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us, flops_per_us
@@ -635,13 +636,17 @@ def main() -> None:
     """Runs the processes and writes the records."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=CASES)
-    parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--compiles", type=int, default=5, help="processes with torch.compile too")
-    parser.add_argument("--at-once", type=int, default=5, help="processes, where there are more")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--processes", type=at_least(0), default=5)
+    parser.add_argument(
+        "--compiles", type=at_least(0), default=5, help="processes with torch.compile too"
+    )
+    parser.add_argument(
+        "--at-once", type=at_least(1), default=5, help="processes, where there are more"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=9)
     parser.add_argument("--keep", type=Path, help="file of lines to add to, of earlier runs too")
     add_book_options(parser)
-    options = parser.parse_args()
+    options = read_options(parser, gpus_of_cases(lambda text: parse_case(text).num_ranks))
     cases = [*map(parse_case, options.cases)]
     book = open_book(options.results, options.commit)
     failed: set[str] = set()

@@ -16,6 +16,7 @@ import time
 
 import torch
 
+from bench.options import at_least, read_options
 from bench.ranks import run_on_ranks
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
@@ -75,9 +76,9 @@ def main() -> None:
     """Reads the command line and starts the ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("tp", type=int)
+    parser.add_argument("tp", type=at_least(1))
     parser.add_argument("cases", nargs="*", default=CASES)
-    arguments = parser.parse_args()
+    arguments = read_options(parser, lambda given: given.tp)
     cases = [parse_case(case) for case in arguments.cases]
     run_on_ranks(run, arguments.tp, arguments.model, cases)
 

@@ -30,6 +30,7 @@ from unittest.mock import patch
 
 import torch
 
+from bench.options import read_options
 from bench.records import Record, add_book_options, open_book
 from bench.timing import alternating_us, copy_bytes_per_us, elapsed_us
 from distmega.errors import UnsupportedError
@@ -317,7 +318,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure other plans once more")
     parser.add_argument("--keep", type=Path, help="file for the fastest rules, others of it stay")
     add_book_options(parser)
-    arguments = parser.parse_args()
+    arguments = read_options(parser, lambda given: 0 if given.search_only else 1)
     if arguments.search_only:
         print("| case | s | states | recipes | proven | refused | tests | kernels | us | unfused |")
         print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
