@@ -4,7 +4,7 @@
 #     RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265 launch/ray_job.sh RESULT generate MODEL "prompt" --tp 2
 #
 # The job runs on the cluster's head node with the python3 of PATH there (PYTHON names another), and
-# starts its ranks through Ray. RESULT, a path that this machine and the head node share, gets what the
+# starts its ranks through Ray; commands that start none, such as doctor, run there as they are. RESULT, a path that this machine and the head node share, gets what the
 # command prints, RESULT.code its exit code: that of `ray job submit` says only whether the job ran.
 set -euo pipefail
 
@@ -18,7 +18,8 @@ rm -f "$result" "$result.code"
 if [ -z "${RAY_AUTH_MODE:-}" ] && { [ -n "${RAY_AUTH_TOKEN:-}" ] || [ -e "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ]; }; then
   export RAY_AUTH_MODE=token  # where there is a token, `ray start` demands it, and `ray job submit` (2.60) forgets it
 fi
-command=$(printf '%q ' "${PYTHON:-python3}" -m distmega "$@" --launcher ray)
+case $1 in generate | perplexity | trace) set -- "$@" --launcher ray ;; esac
+command=$(printf '%q ' "${PYTHON:-python3}" -m distmega "$@")
 ray job submit --log-style record -- \
   bash -c "$command >$(printf %q "$result"); echo \$? >$(printf %q "$result.code")" >&2 || true
 if [ ! -e "$result.code" ]; then

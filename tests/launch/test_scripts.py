@@ -4,8 +4,13 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
+import pytest
+
+from distmega.cli.main import Command
 from distmega.launch.on_ray.token import show_token
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +112,25 @@ def test_torchrun_and_local(tmp_path: Path) -> None:
     done = run_script(tmp_path, "local.sh", "generate", "m", PROMPT)
     command = "-m", "distmega", "generate", "m", PROMPT
     assert done.stdout == as_printed(*command, "--launcher", "local")
+
+
+def commands() -> dict[str, bool]:
+    """The commands of distmega; whether they start ranks."""
+    return {
+        command.__name__.lower(): "ranks" in {field.name for field in fields(command)}
+        for command in get_args(Command)
+    }
+
+
+@pytest.mark.parametrize(("command", "starts_ranks"), commands().items())
+def test_the_launcher_is_named_to_commands_that_start_ranks(
+    command: str, starts_ranks: bool, tmp_path: Path
+) -> None:
+    for script, launcher in (("local.sh", "local"), ("ray_job.sh", "ray")):
+        result = [str(tmp_path / "answer")] if launcher == "ray" else []
+        done = run_script(tmp_path, script, *result, command, "m")
+        named = ["--launcher", launcher] if starts_ranks else []
+        assert done.stdout == as_printed("-m", "distmega", command, "m", *named)
 
 
 def test_a_script_without_arguments_says_what_it_wants(tmp_path: Path) -> None:
