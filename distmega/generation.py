@@ -12,7 +12,7 @@ from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateRes
 from distmega.errors import RequestError
 from distmega.kernels.machines import CPU
 from distmega.launch.contract import LauncherOptions
-from distmega.launch.launchers import choose_device, choose_launcher, launch
+from distmega.launch.launchers import choose_device, choose_launcher, launch, require_gpus
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.locate import locate_model, read_config
 
@@ -63,8 +63,10 @@ def check_model(
 ) -> None:
     """Finds a wrong model or degree before any rank starts, and fetches a model of the Hub.
 
-    RequestError where this machine is to run all ranks on its cores and hasn't the memory.
+    LaunchError where this machine is to run all ranks on its GPUs and has too few, RequestError
+    where it is to run them on its cores and hasn't the memory.
     """
+    require_gpus(launcher, mesh.num_ranks)
     num_stages = num_stages_of(mesh)
     num_bytes = 0
     for stage in range(num_stages):

@@ -32,6 +32,7 @@ from distmega.launch.on_ray.token import show_token
 
 logger = logging.getLogger(__name__)
 
+DEVICES = Path("/dev")
 LAUNCHERS = ("local", "torchrun", "ray")
 
 LAST_WORDS_S = 2.0
@@ -59,6 +60,7 @@ def launch(
     timeout_s = read_settings().timeout_s if options.timeout_s is None else options.timeout_s
     launcher = choose_launcher(options.launcher)
     _check_options(replace(options, launcher=launcher), timeout_s)
+    require_gpus(options, options.num_ranks)
     require_no_import()
     job = Job(
         target=function_name(target),
@@ -107,8 +109,31 @@ def choose_num_ranks(launcher: str, requested: int) -> int:
 def choose_device(name: DeviceKind | Literal["auto"]) -> DeviceKind:
     """The device meant by `name`; "auto" is cuda on a machine with an NVIDIA GPU, else cpu."""
     if name == "auto":
-        return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
+        return "cuda" if _num_gpu_files() else "cpu"
     return name
+
+
+def require_gpus(options: LauncherOptions, num_ranks: int) -> None:
+    """LaunchError where ranks on GPUs of this machine are asked for, and it has too few. Ranks of
+    Ray may be elsewhere, those of torchrun look for themselves.
+    """
+    if choose_launcher(options.launcher) != "local" or choose_device(options.device) != "cuda":
+        return
+    needed = 1 if read_settings().share_gpus else num_ranks
+    if _num_gpu_files() >= needed:  # so that torch need not be asked, which takes seconds
+        return
+    if (found := late.num_gpus()) < needed:
+        raise LaunchError(
+            f"{argument('device')} cuda for {num_ranks} ranks, and {found} GPUs that torch finds",
+            expected=f"at least {needed} NVIDIA GPUs, and a torch built for CUDA",
+            remedy=f"give {argument('device')} cpu or ask for fewer ranks; distmega doctor says "
+            "what this machine has",
+        )
+
+
+def _num_gpu_files() -> int:
+    """GPUs that have a file, as they do once the driver is in use; elsewhere they may have none."""
+    return len([*DEVICES.glob("nvidia[0-9]*")])
 
 
 def should_report() -> bool:

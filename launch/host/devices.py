@@ -3,7 +3,7 @@
 In: a rank's number on its node. Out: the number of a CUDA device, and what lets NCCL and symmetric
 memory take several ranks of one. The GPU then runs its processes in turns of milliseconds, and a
 wait for another rank takes as long: for tests of many ranks on few GPUs, never for speed. Used by
-worker.py and by tests.
+worker.py, by launchers.py, which asks before ranks start, and by tests.
 """
 
 import os
@@ -13,10 +13,15 @@ import torch
 from distmega.env import read_settings
 
 
+def num_gpus() -> int:
+    """GPUs that torch can use on this machine."""
+    return torch.cuda.device_count()
+
+
 def gpu_of(number: int) -> int:
     """The CUDA device of rank number `number` of a node. Whether there is one is not asked."""
-    num_gpus = torch.cuda.device_count() if read_settings().share_gpus else 0
-    return number % num_gpus if num_gpus else number
+    num = num_gpus() if read_settings().share_gpus else 0
+    return number % num if num else number
 
 
 def allow_sharing(rank: int) -> None:

@@ -146,6 +146,22 @@ def test_a_path_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch) -> No
     assert main(["explain", str(tmp_path / "m.gguf")]) == 2
 
 
+@pytest.mark.parametrize("command", [["generate", "tiny", "x"], ["trace", "tiny"]])
+def test_gpus_are_looked_for_before_anything_is_read(
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("distmega.generation.read_config", lambda name: pytest.fail("model read"))
+    monkeypatch.setattr("distmega.launch.launchers.DEVICES", tmp_path)
+    monkeypatch.setattr("distmega.launch.late.num_gpus", lambda: 0, raising=False)
+    assert main([*command, "--device", "cuda", "--launcher", "local"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("distmega: error: --device cuda for 1 ranks, and 0 GPUs"), said
+    assert "give --device cpu" in said
+
+
 def test_memory_is_looked_at_before_anything_is_built(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

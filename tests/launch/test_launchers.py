@@ -2,14 +2,17 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distmega.env import Settings, read_settings
 from distmega.errors import LaunchError, RequestError
+from distmega.launch import launchers
 from distmega.launch.contract import LauncherOptions
-from distmega.launch.launchers import launch
+from distmega.launch.launchers import choose_device, launch
 
 
 @pytest.mark.parametrize(
@@ -32,6 +35,53 @@ def test_bad_options_are_refused_at_once(options: dict[str, object], message: st
     with pytest.raises(RequestError) as refusal:
         launch("module:function", None, LauncherOptions(**options))
     assert message in str(refusal.value)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Gives this machine so many files of GPUs, and so many GPUs that torch finds."""
+
+    def have(num_files: int, num_found: int) -> None:
+        for number in range(num_files):
+            (tmp_path / f"nvidia{number + 3}").touch()
+        (tmp_path / "nvidiactl").touch()
+        monkeypatch.setattr(launchers, "DEVICES", tmp_path)
+        monkeypatch.setattr(launchers.late, "num_gpus", lambda: num_found, raising=False)
+
+    return have
+
+
+def test_gpus_that_are_missing_are_named_before_a_rank_starts(gpus: Callable[..., None]):
+    gpus(0, 0)
+    options = LauncherOptions(device="cuda", launcher="local", num_ranks=2)
+    with pytest.raises(LaunchError) as refusal:
+        launch("module:function", None, options)
+    assert "device cuda for 2 ranks, and 0 GPUs that torch finds; expected" in str(refusal.value)
+    assert "give device cpu or ask for fewer ranks" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("num_files", "num_found", "launcher", "shared"),
+    [(2, 0, "local", "0"), (0, 2, "local", "0"), (0, 1, "local", "1"), (0, 0, "ray", "0")],
+)
+def test_ranks_may_start_where_gpus_may_be(
+    gpus: Callable[..., None],
+    num_files: int,
+    num_found: int,
+    launcher: Any,
+    shared: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("DISTMEGA_SHARE_GPUS", shared)
+    gpus(num_files, num_found)
+    launchers.require_gpus(LauncherOptions(device="cuda", launcher=launcher), 2)
+
+
+def test_the_usual_device_is_a_gpu_where_one_has_a_file(gpus: Callable[..., None]):
+    gpus(0, 0)
+    assert choose_device("auto") == "cpu"
+    gpus(1, 1)
+    assert choose_device("auto") == "cuda"
 
 
 def test_a_payload_that_cannot_be_pickled_is_refused():
