@@ -37,6 +37,8 @@ from distmega.kernels.cpu.runner import CpuMegakernel, gather_along, open_peers
 from distmega.kernels.hopper.batch_plan.row_attention import cached_late_us
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH
+from distmega.kernels.hopper.plan.matrices import count_rows
+from distmega.kernels.hopper.plan.types import unfit
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.isa.lowering import why_not_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
@@ -207,6 +209,8 @@ def _plan_rows(
     most_rows: int,
 ) -> WholePlan:
     """By the kernels of rows of a Hopper GPU."""
+    if (rows := count_rows(local.program)) > most_rows:  # before all else: fusing many takes long
+        raise unfit(f"{rows} rows")
     host = run_passes(
         lower_program(
             local,

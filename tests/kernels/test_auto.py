@@ -3,6 +3,7 @@
 import pytest
 
 from distmega.errors import UnsupportedError
+from distmega.kernels import whole
 from distmega.program.types import Program
 from tests.kernels import row_programs
 from tests.kernels.h200 import plan_for_h200
@@ -30,3 +31,14 @@ def test_rows_over_a_long_cache_are_library_ops_unless_asked_for(rows, monkeypat
 def test_a_window_bounds_the_keys_that_count(monkeypatch):
     program = prompt(4, 8192, monkeypatch, window=64)
     assert plan_for_h200(program, monkeypatch, forced=False).queues
+
+
+def test_more_rows_than_a_kernel_takes_are_refused_before_ops_are_fused(monkeypatch):
+    """Fusing attention of 1024 rows in all ways that there are took 27 s of a start."""
+
+    def lower_program(*args: object, **options: object) -> None:
+        raise AssertionError("lowered for a kernel")
+
+    monkeypatch.setattr(whole, "lower_program", lower_program)
+    with pytest.raises(UnsupportedError, match="the persistent kernel can't do 17 rows"):
+        plan_for_h200(row_programs.attending_rows(17), monkeypatch, forced=False)

@@ -56,13 +56,12 @@ def movements_to(name: str, producers: Mapping[str, Op]) -> Iterator[Op]:
 def _flat(access: Access, op: Op, shape: tuple[int, ...]) -> Positions:
     """Row-major place in a tensor of every point of an op's axes, in their order."""
     extents = op.extents
-    point = dict(zip(extents, np.indices(tuple(extents.values())), strict=True))
-    total: Positions = np.zeros(tuple(extents.values()), dtype=np.int64)
+    total: Positions = np.zeros([1] * len(extents), dtype=np.int64)
     for index, step in zip(access.dims, packed_strides(shape), strict=True):
-        at = index.offset
-        radix = index.stride
+        total = total + step * index.offset
+        radix = step * index.stride
         for axis in reversed(index.axes):
-            at = at + radix * point[axis]
+            along = [-1 if name == axis else 1 for name in extents]
+            total = total + radix * np.arange(extents[axis]).reshape(along)
             radix *= extents[axis]
-        total = total + step * at
-    return total.ravel()
+    return np.broadcast_to(total, tuple(extents.values())).ravel()
