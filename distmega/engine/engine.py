@@ -2,31 +2,29 @@
 
 Comes in: a ModelSource and a decode plan (decode_plan.py). Goes out: logits and tokens. Prefill
 runs library ops, one program a prompt length; decode launches one megakernel a token. Both share
-one weights arena and one KV cache. Next on the walk: hostir/run/evaluator.py.
+one weights arena and one KV cache. Next on the walk: opening.py.
 """
 
 import logging
 import math
-from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from distmega.engine import late
 from distmega.engine.calls import Calls, require_tokens
 from distmega.engine.decode_plan import (
     DecodePlan,
     lower_decode,
-    lower_library_decode,
     plan_decode,
     stage_mesh,
 )
 from distmega.engine.kept_plans import NOTHING_KEPT, open_plans
-from distmega.engine.library_steps import LibrarySteps
+from distmega.engine.opening import Opener, allocate_arenas, facts_of, keep_triton_key
 from distmega.engine.prefill import Prefills
-from distmega.engine.ranks.agreement import on_all_ranks, require_agreement, share_memory
+from distmega.engine.ranks.agreement import require_agreement, share_memory
 from distmega.engine.requests import EngineOptions
 from distmega.engine.soundness import explain_unsound, is_sound
 from distmega.engine.steps_ahead import decode_ahead, last_logits
@@ -39,37 +37,18 @@ from distmega.engine.weight_loading import (
 )
 from distmega.errors import (
     HangError,
-    LaunchError,
     ModelError,
     RequestError,
-    UnsupportedError,
     argument,
 )
-from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.hostir.ir.nodes import HostProgram
-from distmega.hostir.ir.text import parse_host, print_host
-from distmega.hostir.lower.join_products import SPAN
 from distmega.hostir.lower.pipeline import FREE
-from distmega.hostir.run.evaluator import Evaluator, KernelRunner
 from distmega.kernels.cpu.peer import peer_memory_problem
-from distmega.kernels.gemm.host import PeerMatmuls
-from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import CPU, H200
-from distmega.kernels.runners import (
-    FoldedQueues,
-    Queues,
-    fold,
-    open_hopper,
-    plan_hopper,
-    unfold,
-)
 from distmega.kernels.runtime import warm_up
-from distmega.kernels.runtime.memory import allocate_arena, arena_views, spanning_view
 from distmega.kernels.runtime.stepping import SteppingRunner
 from distmega.kernels.runtime.streams.signals import open_signals
-from distmega.kernels.runtime.symmetric import Team
 from distmega.models.decoder import PEAKS, AnyDecoder, Logits
 from distmega.models.sampling import (
     MOST_LIKELY,
@@ -79,7 +58,6 @@ from distmega.models.sampling import (
     joint_method,
     sampling_of_each,
 )
-from distmega.program.types import KNOWN, Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.stages import AXIS
 from distmega.sources.copied_source import open_copies
@@ -123,7 +101,6 @@ class Engine:
         self.eos_ids = frozenset(source.config.eos_ids)
         """Tokens that end a sequence."""
         self._logits = logits
-        self._expert_tiles = options.expert_tiles
         self._method = joint_method(sampling)
         self._sampling = _fill_up(sampling, options.batch)
         self._num_cached = [0] * options.batch
@@ -132,45 +109,33 @@ class Engine:
         self._num_decoded = 1
         on_gpu = self.device.type == "cuda"
         if on_gpu:
-            warm_up.begin(self.device, _keep_key)
+            warm_up.begin(self.device, keep_triton_key)
         index = mesh.coordinate(comm.rank).get(AXIS, 0)
         asked = source.config, mesh, index, options, logits, self._method
-        self._kept = open_plans(asked, _facts_of(self.device)) if on_gpu else NOTHING_KEPT
+        kept = open_plans(asked, facts_of(self.device)) if on_gpu else NOTHING_KEPT
         tell("planning a decode step")
         peer_memory = self._share_memory(stage_mesh(mesh, index), options, node)
         make_plan = partial(self._plan, source.config, options, logits, index, peer_memory)
-        self.decode_plan = self._kept.get("decode", peer_memory, make_plan)
-        plan = self.decode_plan.staged
-        self._weights = allocate_arena(self.decode_plan.weights, device=device)
-        self._states = allocate_arena(self.decode_plan.states, device=device)
-        weights = arena_views(self.decode_plan.weights, self._weights)
-        states = arena_views(self.decode_plan.states, self._states)
-        self._caches = states
-        self._persistent = {**weights, **states}
-        self._slots = _slots_of(states, options.batch)
+        self.decode_plan = plan = kept.get("decode", peer_memory, make_plan)
+        self._arenas = allocate_arenas(plan, device)
+        self._slots = self._arenas.slots()
         self._sample_inputs = _sampling_inputs(self._method, options.batch, self.device)
-        self._runners: dict[str, late.CpuMegakernel] = {}
-        self.stepping: SteppingRunner | None = None
-        """Steps of a GPU that choose the tokens of the next: the decode kernel's, several in one
-        launch, or where it does not run and the GPU is alone a graph's.
-        """
         tell("preparing the decode step")
-        self._decode = self._open_gpu(options) if on_gpu else self._open_cpu()
+        opener = Opener(plan, self._arenas, comm, self.device, kept)
+        self._decode = opener.open_decode(self._sample_inputs)
+        self._persistent = {**self._arenas.tensors, **self._decode.joined}
         if self.stepping is not None:
             self.stepping.prepare()
-        coordinate, allocations = mesh.coordinate(comm.rank), self.decode_plan.local.allocations
         tell("loading weights")
-        load_weights(
-            open_copies(source, plan.kv_copies), allocations, coordinate, weights, progress
-        )
+        copies = open_copies(source, plan.staged.kv_copies)
+        coordinate, weights = mesh.coordinate(comm.rank), self._arenas.weight_views
+        load_weights(copies, plan.local.allocations, coordinate, weights, progress)
         warm_up.finish()
-        fingerprints = [plan.fingerprint()]
-        fingerprints += [runner.kernel.fingerprint() for runner in self._runners.values()]
-        require_agreement(comm, plan, fingerprints)
-        self._prefills = Prefills(
-            self.decode_plan, self._open_prompts, comm, self.device, self._kept
-        )
-        if on_gpu and plan.stage.num_stages > 1:
+        kernels = self._decode.cpu_kernels.values()
+        fingerprints = [kernel.kernel.fingerprint() for kernel in kernels]
+        require_agreement(comm, plan.staged, [plan.staged.fingerprint(), *fingerprints])
+        self._prefills = Prefills(plan, opener.open_prompts, comm, self.device, kept)
+        if on_gpu and plan.staged.stage.num_stages > 1:
             assert isinstance(comm, NcclCommunicator), "GPUs communicate over NCCL"
             shared = options.collectives != "host"
             open_signals(comm, AXIS, (FREE,), options.timeout_s, peer_memory=shared)
@@ -326,6 +291,13 @@ class Engine:
         return spans
 
     @property
+    def stepping(self) -> SteppingRunner | None:
+        """Steps of a GPU that choose the tokens of the next: the decode kernel's, several in one
+        launch, or where it does not run and the GPU is alone a graph's.
+        """
+        return self._decode.stepping
+
+    @property
     def batch(self) -> int:
         """Sequences that a decode step takes, at most."""
         return len(self._num_cached)
@@ -333,7 +305,7 @@ class Engine:
     @property
     def uses_megakernel(self) -> bool:
         """Whether decode steps run as megakernels rather than library ops."""
-        return bool(self._decode.host.segments)
+        return bool(self._decode.runner.host.segments)
 
     def tensor(self, name: str) -> Tensor:
         """A weight or state as this rank holds it; KeyError is a bug of the caller."""
@@ -341,8 +313,8 @@ class Engine:
 
     def reseed(self, seed: int) -> None:
         """From now on, decode steps interleave tasks as `seed` says; 0 takes SMs in turn."""
-        for runner in self._runners.values():
-            runner.interpreter.reseed(seed or None)
+        for kernel in self._decode.cpu_kernels.values():
+            kernel.interpreter.reseed(seed or None)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits of every position of a new sequence in slot 0, [len(ids), vocab]."""
@@ -387,8 +359,8 @@ class Engine:
         """What to raise for logits that are not finite. All sequences end here, and caches are
         emptied, since what is behind a sequence's end must be finite too.
         """
-        error = explain_unsound(self._caches, self.comm.rank)
-        self._states.zero_()
+        error = explain_unsound(self._arenas.state_views, self.comm.rank)
+        self._arenas.states.zero_()
         self._num_cached = [0] * self.batch
         return error
 
@@ -399,9 +371,10 @@ class Engine:
         """
         if self.stepping is not None:
             return
-        watched = (
-            outputs[PEAKS][:num] if PEAKS in outputs else next(reversed(self._caches.values()))
-        )
+        if PEAKS in outputs:
+            watched = outputs[PEAKS][:num]
+        else:
+            watched = next(reversed(self._arenas.state_views.values()))
         if not is_sound(watched):
             raise self._end_unsound()
 
@@ -434,7 +407,7 @@ class Engine:
         last = self.decode_plan.max_context - 1
         positions = [min(num_cached, last) for num_cached in self._num_cached]
         with self._in_step(), self._unchanged(num):
-            outputs = self._decode.run(
+            outputs = self._decode.runner.run(
                 {
                     "tokens": torch.tensor(
                         [*tokens, *[0] * (self.batch - num)], device=self.device
@@ -566,163 +539,6 @@ class Engine:
                 expected=f"at least 1, and at most {limit} positions together",
                 remedy=f"shorten the text or raise {argument('max_context')}",
             )
-
-    def _open_cpu(self) -> Evaluator:
-        self._runners = late.open_kernels(self.decode_plan, self.comm, self._weights, self._states)
-        return self._evaluator(self.decode_plan.host, self._runners)
-
-    def _open_gpu(self, options: EngineOptions) -> Evaluator | LibrarySteps:
-        """The decode kernel, or library ops for a model or GPUs that it can't do."""
-        host = self.decode_plan.host
-        try:
-            recurrent = self.decode_plan.config.recurrent_states  # no step may run ahead
-            runner = None if recurrent else self._open_stepping(host.segments, options)
-        except (UnsupportedError, LaunchError) as error:
-            if options.collectives == "kernel":
-                raise
-            logger.warning("decoding by library ops: %s", error)
-            runner = None
-        if runner is None:
-            return self._open_library_steps()
-        if self.decode_plan.staged.stage.num_stages == 1:
-            self.stepping = runner
-        return self._evaluator(host, {host.segments[0].name: runner})
-
-    def _open_library_steps(self) -> Evaluator | LibrarySteps:
-        """Decode steps by library ops; on one GPU alone a graph that feeds itself."""
-        host = lower_library_decode(self.decode_plan)
-        joined = self._joined_weights(host)
-        self._persistent |= joined
-        evaluator = self._evaluator(host, {}, masked=True)
-        if self.mesh.num_ranks > 1 or self.decode_plan.config.recurrent_states:
-            return evaluator
-        given = {**self._persistent, **self._sample_inputs}
-        self.stepping = steps = LibrarySteps(evaluator, given, self.batch)
-        return steps
-
-    def _prove(self, host: HostProgram) -> None:
-        """CheckError for a program that may race or wait for ever; stages have one each, which are
-        proven together, so all ranks of the mesh ask together.
-        """
-        if self.decode_plan.staged.stage.num_stages == 1:
-            prove_once(host)
-            return
-        texts = self.comm.all_gather_object(print_host(host))
-        prove_once(tuple(map(parse_host, texts)))
-
-    def _evaluator(
-        self,
-        host: HostProgram,
-        kernels: Mapping[str, KernelRunner],
-        *,
-        proven: bool = False,
-        masked: bool = False,
-        is_long: bool | None = None,
-    ) -> Evaluator:
-        """masked, is_long: see KernelOps."""
-        if not proven:
-            self._prove(host)
-        ops = None
-        if self.device.type == "cuda":
-            rules, groups = self.decode_plan.staged.rules, self._expert_tiles
-            ops = KernelOps(
-                masked=masked, rules=rules, groups=groups, device=self.device, is_long=is_long
-            )
-        matmuls = PeerMatmuls(self.comm) if isinstance(self.comm, NcclCommunicator) else None
-        return Evaluator(host, self.comm, kernels, str(self.device), ops=ops, matmuls=matmuls)
-
-    def _open_prompts(
-        self, host: HostProgram, proven: bool, is_long: bool
-    ) -> tuple[Evaluator, dict[str, Tensor]]:
-        """A program of prompts, and the joined weights that it multiplies by. proven: it is one
-        that was proven, with other extents, which change no order. is_long: see KernelOps.
-        """
-        evaluator = self._evaluator(host, {}, proven=proven, is_long=is_long)
-        return evaluator, self._joined_weights(host)
-
-    def _joined_weights(self, host: HostProgram) -> dict[str, Tensor]:
-        """Weights of a program that cover several of the arena's (join_products.py)."""
-        layout = self.decode_plan.weights
-        return {
-            buffer.name: spanning_view(layout, self._weights, buffer, buffer.name.split(SPAN)[0])
-            for buffer in host.buffers
-            if buffer.role == "weight"
-            and buffer.name not in layout.tensors
-            and not buffer.name.startswith(KNOWN)
-        }
-
-    def _open_stepping(
-        self, segments: Sequence[Program], options: EngineOptions
-    ) -> SteppingRunner | None:
-        """The decode kernel; None where a stage's host program communicates between segments.
-
-        Stages differ in what a kernel can do, and open their memory together: so all of them open
-        a kernel, or all have this answer or error.
-        """
-        mesh, weights = self.decode_plan.staged.plan.mesh, self.decode_plan.weights
-        axes = [axis for axis in mesh.names if mesh.size(axis) > 1]
-        team = None
-        if axes:
-            assert isinstance(self.comm, NcclCommunicator), "GPUs communicate over NCCL"
-            team = Team(comm=self.comm, axis=axes[0])
-        plan = partial(
-            plan_hopper,
-            segments[0],
-            weights=weights,
-            states=self.decode_plan.states,
-            device=self._weights.device,
-            team=team,
-            mode=options.events,
-            most_rows=options.kernel_rows,
-        )
-        make = partial(self._kept_queues, plan, team)
-        queues = on_all_ranks(self.comm, make if len(segments) == 1 else None)
-        if queues is None:
-            return None
-        return open_hopper(
-            segments[0],
-            queues,
-            weights=weights,
-            weights_arena=self._weights,
-            state_arena=self._states,
-            team=team,
-            timeout_s=options.timeout_s,
-        )
-
-    def _kept_queues(self, plan: Callable[[], Queues], team: Team | None) -> Queues:
-        """What `plan` gives, or gave an earlier process."""
-        made: list[Queues] = []
-
-        def make() -> FoldedQueues:
-            made.append(plan())
-            return fold(made[0])
-
-        position = (team.team_rank, team.size) if team else (0, 1)
-        peer_memory = self.decode_plan.peer_memory
-        folded = self._kept.get("queues", (peer_memory, position), make)
-        return made[0] if made else unfold(folded, plan)
-
-
-def _keep_key(key: object, make: Callable[[], str]) -> str:
-    """What identifies Triton, which an earlier process may have found."""
-    kept = open_plans("triton")
-    found = kept.get("triton", key, make)
-    kept.write()
-    return found
-
-
-def _facts_of(device: torch.device) -> tuple[object, ...]:
-    """What plans may depend on of a GPU."""
-    if device.type != "cuda":
-        return ()
-    facts = torch.cuda.get_device_properties(device)
-    return facts.name, facts.major, facts.minor, facts.multi_processor_count
-
-
-def _slots_of(states: Mapping[str, Tensor], batch: int) -> list[dict[str, Tensor]]:
-    """The caches of each sequence where there are several; one has `states` as they are."""
-    caches = states if batch > 1 else {}
-    return [{name: cache[slot] for name, cache in caches.items()} for slot in range(batch)]
 
 
 def _fill_up(samplings: Samplings, batch: int) -> list[Sampling]:

@@ -59,14 +59,14 @@ def test_a_call_beside_another_thread_s_is_refused(monkeypatch: pytest.MonkeyPat
     engine = open_tiny()
     expected = list(engine.generate(PROMPT, 4))
     inside, leave = threading.Event(), threading.Event()
-    run = engine._decode.run
+    run = engine._decode.runner.run
 
     def slow(tensors):
         inside.set()
         assert leave.wait(60)
         return run(tensors)
 
-    monkeypatch.setattr(engine._decode, "run", slow)
+    monkeypatch.setattr(engine._decode.runner, "run", slow)
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(list, engine.generate(PROMPT, 4))
         assert inside.wait(60)

@@ -86,7 +86,7 @@ def _stop(engine: Engine) -> None:
 
 def _drop_signals(engine: Engine) -> None:
     """From now on, no task of this rank's kernel signals a peer."""
-    for runner in engine._runners.values():
+    for runner in engine._decode.cpu_kernels.values():
         interpreter = runner.interpreter
         own = interpreter._peers.counters[interpreter.rank]
         interpreter._queues = [
@@ -97,7 +97,7 @@ def _drop_signals(engine: Engine) -> None:
 
 def _raise_target(engine: Engine) -> None:
     """The first task that waits for peers waits for one trigger more than there is."""
-    for runner in engine._runners.values():
+    for runner in engine._decode.cpu_kernels.values():
         for queue in runner.interpreter._queues:
             for at, step in enumerate(queue):
                 if any(len(wait.sources) > 1 for wait in step.waits):

@@ -2,14 +2,15 @@
 gives.
 """
 
-from types import SimpleNamespace
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
-from distmega.engine.engine import Engine
+from distmega.engine.kept_plans import NOTHING_KEPT
+from distmega.engine.opening import Arenas, Opener
 from distmega.engine.requests import EngineOptions
 from distmega.errors import UnsupportedError
 from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
@@ -100,28 +101,26 @@ def open_all_or_none(comm: Communicator) -> None:
     is_last, config = comm.rank == comm.mesh.num_ranks - 1, PRESETS["smollm2-135m"]
     plan = plan_decode(config, mesh, H200, options, index=comm.rank)
     lowered = lower_decode(config, plan, options, peer_memory=True)
-    engine = SimpleNamespace(
-        decode_plan=lowered,
-        comm=GlooCommunicator(mesh, comm.rank, TIMEOUT_S),
-        batch=1,
-        _weights=torch.empty(0),
-        _states=torch.empty(0),
-        _kept_queues=lambda plan, team: plan(),
+    two = replace(lowered.host, segments=lowered.host.segments * (1 + is_last))
+    ranks = GlooCommunicator(mesh, comm.rank, TIMEOUT_S)
+    cpu, memory = torch.device("cpu"), torch.empty(0)
+    opener, in_two = (
+        Opener(each, Arenas(each, memory, memory, {}, {}), ranks, cpu, NOTHING_KEPT)
+        for each in (lowered, replace(lowered, host=two))
     )
     other = UnsupportedError("another GPU", expected="a Hopper GPU", remedy="use one")
-    segments = lowered.host.segments
     with (
-        patch("distmega.engine.engine.open_hopper") as opened,
+        patch("distmega.engine.opening.open_hopper") as opened,
         patch("distmega.kernels.runners.require_hopper", return_value=132) as asked,
     ):
-        assert Engine._open_stepping(engine, segments, options) is opened.return_value
+        assert opener.open_kernel() is opened.return_value
         opened.reset_mock()
-        assert Engine._open_stepping(engine, segments * (1 + is_last), options) is None
+        assert in_two.open_kernel() is None
         asked.side_effect = other if is_last else None
         with pytest.raises(
             UnsupportedError, match=r"rank 1: another GPU; expected a Hopper GPU; use"
         ):
-            Engine._open_stepping(engine, segments, options)
+            opener.open_kernel()
         opened.assert_not_called()
 
 
