@@ -1,8 +1,16 @@
-"""The task level: a segment of ops in, one persistent kernel a rank out. Starts at tasks/graph.py.
+"""Kernels: a segment of ops comes in, and one persistent kernel a rank goes out; and those of
+library ops.
 
-`rms_norm`, `layer_norm`, `softmax`, `pointwise` and `tuning` are kernels for tensors outside a
-segment, of pipelined/api.py; `matmul` and its forms with a collective are of gemm/api.py. They
-are looked up when first used, since that imports torch.
+Persistent kernels: tasks/ cuts a segment into tasks or fused ops, isa/ encodes tasks as words, cpu/
+interprets these, records/ runs the same words on a GPU; hopper/ has the fast kernels of few rows,
+events/ what waits for what where data decide. Kernels of library ops: library/ for products and
+attention, pipelined/ for pointwise ops and norms, gemm/ for matmuls with a collective, ugraphs/ for
+rules of the superoptimizer. runtime/ is what all of them run on. Start at megakernel.py and
+tasks/graph.py; whole.py and runners.py choose the kernel of a GPU.
+
+`rms_norm`, `layer_norm`, `softmax`, `pointwise` and `tuning` are for tensors, of pipelined/api.py;
+`matmul` and its forms with a collective are of gemm/api.py. They are looked up when first used,
+since that imports torch.
 
 Imported as `distmega.kernels`. Python started in the repository root finds this folder under the
 bare name `kernels` as well, which is a Hugging Face package that transformers looks for; under

@@ -1,5 +1,9 @@
-"""Starting the ranks: `launch` calls a function on each of them, see launchers.py. Its options, and
-what it yields, are of contract.py.
+"""Starting the ranks: a function comes in, and runs on each of them; what they emit, and the result
+of the first, go out.
+
+Start at launchers.py, whose `launch` chooses who starts ranks: local.py, torchrun.py or on_ray/.
+worker.py is what a rank does under all of them, supervise.py says which one failed. Options, and
+what a launch yields, are of contract.py; host/ has processes, sockets and stores of one machine.
 """
 
 from typing import TYPE_CHECKING
