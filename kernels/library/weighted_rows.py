@@ -27,22 +27,18 @@ WARPS = 4
 
 @triton.jit
 def add_choices(y, weights, slots, starts, out, n, first, stop, num_choices: tl.constexpr,
-                is_all: tl.constexpr, columns: tl.constexpr):  # fmt: skip
+                columns: tl.constexpr):  # fmt: skip
     """Columns program_id(1) * columns and on of row program_id(0).
 
     y [p, n], out [m, n]: contiguous, of one type; weights f32 and slots i32 [m, num_choices]: the
-    position of each choice's row in y, below 0 for none. starts: i32, of groups; unless is_all,
-    positions that groups `first` up to `stop` do not have count as none. All in local memory; out
-    alone is written.
+    position of each choice's row in y. starts: i32, of groups; positions that groups `first` up to
+    `stop` do not have count as none. All in local memory; out alone is written.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     inside = column < n
-    low = 0
-    high = 2147483647
-    if not is_all:
-        low = tl.load(starts + first)
-        high = tl.load(starts + stop)
+    low = tl.load(starts + first)
+    high = tl.load(starts + stop)
     total = tl.zeros([columns], tl.float32)
     for choice in tl.static_range(num_choices):
         at = row * num_choices + choice
@@ -69,8 +65,8 @@ def add_weighted_rows(
     columns = min(COLUMNS, triton.next_power_of_2(n))
     launch(
         add_choices, (num_rows, triton.cdiv(n, columns)), y, weights, slots, offsets, out, n,
-        groups.first, groups.stop, num_choices=num_choices, is_all=groups.is_all, columns=columns,
-        num_warps=WARPS, enable_fp_fusion=False,
+        groups.first, groups.stop, num_choices=num_choices, columns=columns, num_warps=WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

@@ -185,7 +185,7 @@ def scatter_add(name: str, y: Tensor, weights: Tensor, slots: Tensor, offsets: T
     """Adds each row of y [m * c, n], sorted by group, times its weight to the row that it came
     from: out [m, n] = sum over choices of weights [m, c] * y[slots [m, c]].
 
-    Sums in fp32 or wider, in order of the choices, whatever the groups; the output dtype is y's.
+    What belongs to no group counts as zero, whatever y holds there. Sums in fp32 or wider, in order of the choices, whatever the groups; the output dtype is y's.
     """
     num_groups = _require_offsets(name, offsets)
     fits = len(y.shape) == 2 and len(slots.shape) == 2 and weights.shape == slots.shape
@@ -304,12 +304,10 @@ def _require_distinct(ids: Any, num_groups: int) -> None:
 
 
 def scatter_values(y: Any, weights: Any, slots: Any, offsets: Any, groups: GroupRange) -> Any:
-    """Weighted rows, each added to the row it came from, in order of the choices."""
+    """Weighted rows of `groups`, each added to the row it came from, in order of the choices."""
     wide = widen(y)
     out = wide.new_zeros(slots.shape[0], y.shape[1])
-    here = slots >= 0
-    if not groups.is_all:
-        here = (slots >= offsets[groups.first]) & (slots < offsets[groups.stop])
+    here = (slots >= offsets[groups.first]) & (slots < offsets[groups.stop])
     for choice in range(slots.shape[1]):
         rows = wide.index_select(0, slots[:, choice].long())
         term = rows * weights[:, choice : choice + 1].to(wide.dtype)

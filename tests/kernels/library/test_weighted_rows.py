@@ -24,11 +24,10 @@ def test_interpreted_sums_are_torchs_to_the_last_bit() -> None:
 POINTWISE = device_ops.pointwise_results
 
 
-@pytest.mark.parametrize("is_all", [False, True])
-def test_rows_are_read_in_wide_words(is_all: bool) -> None:
+def test_rows_are_read_in_wide_words() -> None:
     types = {"y": "*bf16", "weights": "*fp32", "slots": "*i32", "starts": "*i32", "out": "*bf16"}
     types |= dict.fromkeys(("n", "first", "stop"), "i32")
-    constants = {"num_choices": 8, "is_all": is_all, "columns": COLUMNS}
+    constants = {"num_choices": 8, "columns": COLUMNS}
     divisible = ("y", "out", "n")
     code = compile_kernel(add_choices, types, constants, WARPS, None, divisible)
     assert code.stack_bytes == 0

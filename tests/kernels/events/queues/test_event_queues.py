@@ -224,6 +224,29 @@ def test_rows_in_use_are_routed_and_no_others(dynamic: Dynamic):
 
 
 @pytest.mark.parametrize("dynamic", ["never", "always"])
+def test_rows_that_no_group_has_are_zero(dynamic: Dynamic):
+    """Nobody computes their parts, so the buffers of groups hold no numbers there; the sum is that
+    of library ops all the same.
+    """
+    p = ProgramBuilder("some")
+    x, used = p.input("x", (5, 8)), p.input("used", (1,), "i32")
+    weights, ids = p.top_k(p.input("scores", (5, 4)), 2, name="chosen")
+    routing = p.route(ids, 4, used, name="routing")
+    rows = p.gather_rows(x, routing, name="rows")
+    down = p.grouped_linear(rows, p.weight("w", (4, 8, 8)), routing, name="down")
+    shifted = p.grouped_pointwise("a0 + 1.0", down, routing=routing, name="shifted")
+    program = p.build(p.scatter_add(shifted, weights, routing, name="y"))
+    tiles = {"e": 1, "r": 2}
+    graph = analyse_events(program, {"rows": tiles, "down": tiles, "shifted": tiles, "y": {"m": 1}})
+    queues = make_queues(graph, 3, dynamic)
+    for num_used in (0, 2, 5):
+        tensors = given(program, []) | {"used": torch.tensor([num_used], dtype=torch.int32)}
+        launch = run_queues(queues, tensors)
+        torch.testing.assert_close(launch.tensors["y"], run_program(program, tensors)["y"])
+        assert not launch.tensors["y"][num_used:].any()
+
+
+@pytest.mark.parametrize("dynamic", ["never", "always"])
 @pytest.mark.parametrize(
     "tiles",
     [
