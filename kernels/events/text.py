@@ -130,7 +130,7 @@ def parse_events(text: str, program: Program) -> EventGraph:
     grids: list[TaskGrid] = []
     events: list[EventTensor] = []
     for line in lines[1:]:
-        if match := _SYMBOL.fullmatch(line):
+        if (match := _SYMBOL.fullmatch(line)) and match[1] not in symbols:
             symbols[match[1]] = int(match[2])
             symbol_dims[match[1]] = match[3], int(match[4])
         elif match := _GRID.fullmatch(line):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from distmega.errors import CheckError, HangError, ProgramError
+from distmega.hostir.library.torch_types import describe, fits
 from distmega.kernels.events.graph import EventGraph, EventId, TaskId
 from distmega.kernels.events.queues.assign import Drain, Entry, Queues, graph_writers
 from distmega.kernels.events.queues.reference import TileReference
@@ -297,20 +298,37 @@ class _Machine:
 
 
 def _require_given(graph: EventGraph, given: Mapping[str, Tensor]) -> None:
-    """ProgramError for an input or weight that is missing, or a tensor of another shape."""
-    for tensor in graph.program.tensors:
-        found = given.get(tensor.name)
-        if found is None and tensor.role in ("input", "weight"):
+    """ProgramError for an input or weight that is missing, a tensor of another shape or dtype, and
+    a name that the program has no input, weight or state of.
+    """
+    known = {tensor.name: tensor for tensor in graph.program.tensors if tensor.role != "temp"}
+    if unknown := [name for name in given if name not in known]:
+        raise ProgramError(
+            f"a tensor for {unknown[0]!r}",
+            expected=f"one of {', '.join(known)}",
+            remedy="give inputs, weights and states of the program by name",
+        )
+    for name, tensor in known.items():
+        if name not in given and tensor.role != "state":
             raise ProgramError(
-                f"{tensor.role} {tensor.name!r} is missing",
+                f"{tensor.role} {name!r} is missing",
                 expected=f"a tensor of shape {tensor.shape}",
                 remedy="give all inputs and weights by name",
             )
-        if found is not None and tuple(found.shape) != tensor.shape:
+        if name not in given:
+            continue
+        found = given[name]
+        if isinstance(found, Tensor) and found.shape != tensor.shape:
             raise ProgramError(
-                f"{tensor.role} {tensor.name!r} of shape {tuple(found.shape)}",
+                f"{tensor.role} {name!r} of shape {tuple(found.shape)}",
                 expected=f"{tensor.shape}, as the program has it",
                 remedy="give it in full, whatever symbols are",
+            )
+        if not isinstance(found, Tensor) or not fits(found, tensor):
+            raise ProgramError(
+                f"{tensor.role} {name!r} given as {describe(found)}",
+                expected=f"{tensor.dtype}{list(tensor.shape)}, as the program has it",
+                remedy="convert it",
             )
 
 

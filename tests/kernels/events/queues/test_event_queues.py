@@ -444,6 +444,12 @@ def test_tensors_that_are_given_fit_the_program():
         run_queues(queues, {"x": x})
     with pytest.raises(ProgramError, match=r"input 'x' of shape \(5, 64\); expected \(16, 64\)"):
         run_queues(queues, {"x": x[:5], "w": w})
+    with pytest.raises(ProgramError, match=r"weight 'w' given as f64\[4, 8, 64\]; expected f32"):
+        run_queues(queues, {"x": x, "w": w.double()})
+    with pytest.raises(ProgramError, match="input 'x' given as list, no tensor"):
+        run_queues(queues, {"x": x.tolist(), "w": w})
+    with pytest.raises(ProgramError, match="a tensor for 'v'; expected one of x, w;"):
+        run_queues(queues, {"x": x, "w": w, "v": w})
 
 
 @pytest.mark.parametrize("num_experts", [4, 5])
