@@ -185,7 +185,8 @@ def scatter_add(name: str, y: Tensor, weights: Tensor, slots: Tensor, offsets: T
     """Adds each row of y [m * c, n], sorted by group, times its weight to the row that it came
     from: out [m, n] = sum over choices of weights [m, c] * y[slots [m, c]].
 
-    What belongs to no group counts as zero, whatever y holds there. Sums in fp32 or wider, in order of the choices, whatever the groups; the output dtype is y's.
+    What belongs to no group counts as zero, whatever y holds there. Sums in fp32 or wider, in order
+    of the choices, whatever the groups; the output dtype is y's.
     """
     num_groups = _require_offsets(name, offsets)
     fits = len(y.shape) == 2 and len(slots.shape) == 2 and weights.shape == slots.shape

@@ -420,7 +420,7 @@ def test_misuse(tilings: Tilings, options: dict, message: str):
         ("to C(d0)", "to P(d0)", VerifyError, "consumers after the producer"),
         ("of x.0", "of y.0", VerifyError, "symbol 'B' for dim 0 of 'y'"),
         ("of x.0", "of x.5", VerifyError, "symbol 'B' for dim 5 of 'x'"),
-        ("of x.0", "of x.0\n  symbol B: 16 of P.0", ParseError, "cannot read 'symbol B: 16 of P.0'"),
+        ("of x.0", "of x.0\n  symbol B: 16 of P.0", ParseError, "cannot read 'symbol B: 16 of P"),
         ("count 1", "count [1, one]", ParseError, "cannot read"),
         ("from P(d0)", "from P(listed 7)", ParseError, "cannot read"),
         ("from P(d0)", "from P(listed [[0], [1)])", ParseError, "cannot read"),
