@@ -31,11 +31,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases import read_case
 from bench.decode import meet
+from bench.llama import VARIANTS, llama_1b
+from bench.models import Model, encoder, gated_mlp, gpt2_step, mixer
 from bench.options import at_least, gpus_of_cases, read_options
 from bench.ranks import TIMEOUT_S, run_on_ranks
 from bench.records import Record, add_book_options, open_book
@@ -46,14 +47,9 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl_native import NativeNccl
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.machines import H200
-from distmega.program.builder import Handle, ProgramBuilder
-from distmega.program.types import Program
-from distmega.sharding.layout.placements import Layout, shard
 from distmega.sharding.planner import plan_program
 
 OURS, COMPILED, GRAPH = "ours", "torch.compile", "torch graph"
-VARIANTS = ("plain", "gelu", "layernorm", "parallel", "postnorm", "heads96")
-"""Of llama-1b."""
 CASES = (
     *(f"gated_mlp rows={rows}" for rows in (1, 16, 64, 256, 1024)),
     *(f"gated_mlp rows={rows} tp=2" for rows in (1, 16, 64, 256, 1024)),
@@ -64,31 +60,11 @@ CALLS = 16
 """Calls between two events."""
 HOST_CALLS = 50
 """Calls of which the host's time is the median."""
-EPS = 1e-5
-GELU_TANH = "0.5 * a0 * (1.0 + tanh(0.7978845608028654 * (a0 + 0.044715 * a0 * a0 * a0)))"
 TOLERANCE = 0.06
 """Of the largest value, between distmega and torch, both in bf16 through many layers."""
 
-Tensors = Mapping[str, Tensor]
-Region = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""From a function that every layer calls to one that does the same: compiled once for all layers.
-Between ranks' collectives torch joins nothing, so there it costs no speed."""
 Line = Mapping[str, Any]
 """What a process found of a case: `us` and `host_us` by name, `floor_us`, how `far` from torch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A program, how ranks divide it, and the same in torch on a rank's tensors by name, given the
-    sum over ranks: its result, or the logits of a program that gives a token. position: of integer
-    inputs, and a token. by_regions: as in_torch, each part that layers repeat through a Region.
-    """
-
-    program: Program
-    marks: dict[str, Layout]
-    in_torch: Callable[[Tensors, Callable[[Tensor], Tensor]], Tensor]
-    by_regions: Callable[[Tensors, Callable[[Tensor], Tensor], Region], Tensor] | None = None
-    position: int = 700
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,293 +90,6 @@ def parse_case(text: str) -> Case:
         expected = f"one of {', '.join(MODELS)}, llama-1b with variant={'|'.join(VARIANTS)}"
         raise SystemExit(f"case {text!r}; expected {expected}; correct it")
     return Case(text, name, found[0] if found else 0, num_ranks, chosen)
-
-
-def gated_mlp(
-    rows: int, layers: int = 16, hidden: int = 2048, inner: int = 8192, dtype: str = "bf16"
-) -> Model:
-    """x + (silu(norm(x) gate') * (norm(x) up')) down', layer after layer."""
-    p = ProgramBuilder("gated_mlp")
-    x = p.input("x", (rows, hidden), dtype)
-    marks: dict[str, Layout] = {}
-    for i in range(layers):
-        normed = p.rms_norm(x, p.weight(f"{i}.norm", (hidden,), dtype), EPS)
-        gate, up = (
-            p.linear(normed, p.weight(f"{i}.{name}", (inner, hidden), dtype))
-            for name in ("gate", "up")
-        )
-        down = p.weight(f"{i}.down", (hidden, inner), dtype)
-        x = p.linear(gate.map("silu(a0) * a1", up), down).map("a0 + a1", x)
-        marks |= {f"{i}.{name}": shard(0, "tp") for name in ("gate", "up")}
-        marks[f"{i}.down"] = shard(1, "tp")
-
-    def mix(h: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
-
-    def join(x: Tensor, mixed: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        x = x + mixed
-        return x, F.rms_norm(x, (hidden,), norm, EPS)
-
-    def by_regions(own: Tensors, total: Callable[[Tensor], Tensor], region: Region) -> Tensor:
-        part, step, x = region(mix), region(join), own["x"]
-        h = F.rms_norm(x, (hidden,), own["0.norm"], EPS)
-        for i in range(layers):
-            mixed = total(part(h, *(own[f"{i}.{name}"] for name in ("gate", "up", "down"))))
-            if i + 1 < layers:
-                x, h = step(x, mixed, own[f"{i + 1}.norm"])
-        return x + mixed
-
-    in_torch = partial(by_regions, region=lambda function: function)
-    return Model(program=p.build(x), marks=marks, in_torch=in_torch, by_regions=by_regions)
-
-
-def _layer_norm(p: ProgramBuilder, x: Handle, name: str) -> Handle:
-    weight, bias = (p.weight(f"{name}.{part}", x.shape[-1:], "bf16") for part in ("w", "b"))
-    return p.layer_norm(x, weight, bias, EPS)
-
-
-def _linear(p: ProgramBuilder, x: Handle, name: str, columns: int) -> Handle:
-    weight = p.weight(f"{name}.w", (columns, x.shape[-1]), "bf16")
-    return p.linear(x, weight, p.weight(f"{name}.b", (columns,), "bf16"))
-
-
-def _torch_linear(own: Tensors, x: Tensor, name: str) -> Tensor:
-    return F.linear(x, own[f"{name}.w"], own[f"{name}.b"])
-
-
-def _torch_norm(own: Tensors, x: Tensor, name: str) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], own[f"{name}.w"], own[f"{name}.b"], EPS)
-
-
-def gpt2_step(
-    rows: int = 0, layers: int = 12, hidden: int = 768, heads: int = 12, cached: int = 1024
-) -> Model:
-    """A decode step of GPT-2's blocks: one row at a position of caches, which are states."""
-    p, dim = ProgramBuilder("gpt2_step"), hidden // heads
-    x, at = p.input("x", (1, hidden), "bf16"), p.input("position", (1,), "i64")
-    for i in range(layers):
-        qkv = _linear(p, _layer_norm(p, x, f"{i}.ln1"), f"{i}.qkv", 3 * hidden)
-        parts = [p.slice(qkv, 1, n * hidden, (n + 1) * hidden, view=True) for n in range(3)]
-        q = p.reshape(parts[0], (1, heads, 1, dim), view=True)
-        k, v = (p.reshape(part, (1, heads, dim), view=True) for part in parts[1:])
-        caches = [p.state(f"{i}.{name}", (heads, cached, dim), "bf16") for name in "kv"]
-        for cache, new in zip(caches, (k, v), strict=True):
-            p.kv_append(cache, new, at)
-        mixed = p.reshape(p.attention(q, *caches, at, dim**-0.5), (1, hidden), view=True)
-        x = x.map("a0 + a1", _linear(p, mixed, f"{i}.out", hidden))
-        up = _linear(p, _layer_norm(p, x, f"{i}.ln2"), f"{i}.up", 4 * hidden).map(GELU_TANH)
-        x = x.map("a0 + a1", _linear(p, up, f"{i}.down", hidden))
-
-    def in_torch(own: Tensors, total: Callable[[Tensor], Tensor]) -> Tensor:
-        x, at = own["x"], own["position"]
-        for i in range(layers):
-            qkv = _torch_linear(own, _torch_norm(own, x, f"{i}.ln1"), f"{i}.qkv")
-            q, k, v = qkv.view(3, heads, 1, dim).unbind(0)
-            keys, values = own[f"{i}.k"], own[f"{i}.v"]
-            keys.index_copy_(1, at, k)
-            values.index_copy_(1, at, v)
-            seen = (torch.arange(cached, device=x.device) <= at)[None, None]
-            mixed = F.scaled_dot_product_attention(
-                q[None], keys[None], values[None], attn_mask=seen[None]
-            )
-            x = x + _torch_linear(own, mixed.reshape(1, hidden), f"{i}.out")
-            up = _torch_linear(own, _torch_norm(own, x, f"{i}.ln2"), f"{i}.up")
-            x = x + _torch_linear(own, F.gelu(up, approximate="tanh"), f"{i}.down")
-        return x
-
-    return Model(program=p.build(x), marks={}, in_torch=in_torch)
-
-
-def encoder(rows: int, layers: int = 12, hidden: int = 768, heads: int = 12) -> Model:
-    """BERT-base's layers: norms behind the sums, attention to all rows."""
-    p, dim = ProgramBuilder("encoder"), hidden // heads
-    x = p.input("x", (rows, hidden), "bf16")
-    for i in range(layers):
-        qkv = p.reshape(_linear(p, x, f"{i}.qkv", 3 * hidden), (rows, 3, heads, dim), view=True)
-        parts = (p.slice(qkv, 1, n, n + 1, view=True) for n in range(3))
-        q, k, v = (p.transpose(part, (1, 2, 0, 3), view=True) for part in parts)
-        mixed = p.transpose(p.attend(q, k, v, None, dim**-0.5), (0, 2, 1, 3))
-        out = _linear(p, p.reshape(mixed, (rows, hidden), view=True), f"{i}.out", hidden)
-        x = _layer_norm(p, x.map("a0 + a1", out), f"{i}.ln1")
-        up = _linear(p, x, f"{i}.up", 4 * hidden).map("gelu(a0)")
-        x = _layer_norm(p, x.map("a0 + a1", _linear(p, up, f"{i}.down", hidden)), f"{i}.ln2")
-
-    def in_torch(own: Tensors, total: Callable[[Tensor], Tensor]) -> Tensor:
-        x = own["x"]
-        for i in range(layers):
-            qkv = _torch_linear(own, x, f"{i}.qkv").view(1, rows, 3, heads, dim)
-            q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
-            mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-            x = x + _torch_linear(own, mixed.reshape(rows, hidden), f"{i}.out")
-            x = _torch_norm(own, x, f"{i}.ln1")
-            up = F.gelu(_torch_linear(own, x, f"{i}.up"))
-            x = _torch_norm(own, x + _torch_linear(own, up, f"{i}.down"), f"{i}.ln2")
-        return x
-
-    return Model(program=p.build(x), marks={}, in_torch=in_torch)
-
-
-def mixer(
-    rows: int = 0, layers: int = 12, hidden: int = 768, patches: int = 196, inner: int = 384
-) -> Model:
-    """Blocks of MLP-Mixer: a perceptron over patches, then one over channels."""
-    p = ProgramBuilder("mixer")
-    x = p.input("x", (patches, hidden), "bf16")
-    for i in range(layers):
-        turned = p.transpose(_layer_norm(p, x, f"{i}.ln1"), (1, 0), view=True)
-        up = _linear(p, turned, f"{i}.up1", inner).map("gelu(a0)")
-        down = p.transpose(_linear(p, up, f"{i}.down1", patches), (1, 0), view=True)
-        x = x.map("a0 + a1", down)
-        up = _linear(p, _layer_norm(p, x, f"{i}.ln2"), f"{i}.up2", 4 * hidden).map("gelu(a0)")
-        x = x.map("a0 + a1", _linear(p, up, f"{i}.down2", hidden))
-
-    def in_torch(own: Tensors, total: Callable[[Tensor], Tensor]) -> Tensor:
-        x = own["x"]
-        for i in range(layers):
-            up = F.gelu(_torch_linear(own, _torch_norm(own, x, f"{i}.ln1").T, f"{i}.up1"))
-            x = x + _torch_linear(own, up, f"{i}.down1").T
-            up = F.gelu(_torch_linear(own, _torch_norm(own, x, f"{i}.ln2"), f"{i}.up2"))
-            x = x + _torch_linear(own, up, f"{i}.down2")
-        return x
-
-    return Model(program=p.build(x), marks={}, in_torch=in_torch)
-
-
-def llama_1b(
-    variant: str,
-    layers: int = 16,
-    hidden: int = 2048,
-    heads: tuple[int, int, int] = (32, 8, 64),
-    inner: int = 8192,
-    vocab: int = 128256,
-    position: int = 512,
-    with_state: bool = False,
-) -> Model:
-    """A decode step of Llama-3.2-1B with `position` cached tokens, and what may stand in place of
-    its parts. variant: plain; gelu: gates by gelu; layernorm: layer norms, and biases
-    everywhere; parallel: attention and feed-forward of the same normed row; postnorm: norm(x +
-    f(x)); heads96: 24 query and 6 kv heads of 96. heads: query heads, kv heads, elements of each.
-    with_state: gives what the head reads too.
-    """
-    cached = -(-(position + 1) // 8) * 8  # as torch's attention wants masks
-    num_heads, kv_heads, dim = heads
-    if variant == "heads96":
-        num_heads, kv_heads, dim = num_heads * 3 // 4, kv_heads * 3 // 4, 96
-    group, has_bias = num_heads // kv_heads, variant == "layernorm"
-    gate = "gelu(a0) * a1" if variant == "gelu" else "silu(a0) * a1"
-    p = ProgramBuilder(f"llama_{variant}")
-    token, at = p.input("token", (1,), "i64"), p.input("position", (1,), "i64")
-    table, rope = p.weight("embed", (vocab, hidden), "bf16"), p.weight("rope", (cached, dim))
-    marks: dict[str, Layout] = {"embed": shard(0, "tp")}
-
-    def norm(x: Handle, name: str) -> Handle:
-        if has_bias:
-            return _layer_norm(p, x, name)
-        return p.rms_norm(x, p.weight(f"{name}.w", x.shape[-1:], "bf16"), EPS)
-
-    def linear(x: Handle, name: str, shape: tuple[int, ...], spec: str, split: int) -> Handle:
-        marks[f"{name}.w"] = shard(split, "tp")
-        left, out = spec.split("->")
-        weight = p.weight(f"{name}.w", shape, "bf16")
-        if not has_bias:
-            return p.linear(x, weight, spec=spec)
-        columns = " ".join(out.split()[1:])
-        bias = p.weight(f"{name}.b", shape[:1] if split else shape[:-1], "bf16")
-        return p.linear(x, weight, bias, spec=f"{left}, {columns} -> {out}")
-
-    def attention(x: Handle, i: int) -> Handle:
-        q = linear(x, f"{i}.q", (kv_heads, group, dim, hidden), "m k, h g d k -> m h g d", 0)
-        k, v = (
-            linear(x, f"{i}.{name}", (kv_heads, dim, hidden), "m k, h d k -> m h d", 0)
-            for name in "kv"
-        )
-        caches = [p.state(f"{i}.{name}_cache", (kv_heads, cached, dim), "bf16") for name in "kv"]
-        p.kv_append(caches[0], p.rope(k, at, rope), at)
-        p.kv_append(caches[1], v, at)
-        mixed = p.attention(p.rope(q, at, rope), *caches, at, dim**-0.5)
-        shape = (hidden, kv_heads, group, dim)
-        return linear(mixed, f"{i}.o", shape, "m h g d, k h g d -> m k", 1)
-
-    def feed_forward(x: Handle, i: int) -> Handle:
-        pair = [
-            linear(x, f"{i}.{n}", (inner, hidden), "m k, n k -> m n", 0) for n in ("gate", "up")
-        ]
-        mixed = p.pointwise(gate, *pair)
-        return linear(mixed, f"{i}.down", (hidden, inner), "m k, n k -> m n", 1)
-
-    x = p.embedding(token, table)
-    for i in range(layers):
-        if variant == "postnorm":
-            x = norm(x.map("a0 + a1", attention(x, i)), f"{i}.norm1")
-            x = norm(x.map("a0 + a1", feed_forward(x, i)), f"{i}.norm2")
-        elif variant == "parallel":
-            h = norm(x, f"{i}.norm1")
-            x = p.pointwise("a0 + a1 + a2", x, attention(h, i), feed_forward(h, i))
-        else:
-            x = x.map("a0 + a1", attention(norm(x, f"{i}.norm1"), i))
-            x = x.map("a0 + a1", feed_forward(norm(x, f"{i}.norm2"), i))
-    x = x if variant == "postnorm" else norm(x, "norm")
-    chosen = p.argmax(p.linear(x, table))
-    program = p.build(chosen, x) if with_state else p.build(chosen)
-
-    def in_torch(own: Tensors, total: Callable[[Tensor], Tensor]) -> Tensor:
-        at, activate = own["position"], F.gelu if variant == "gelu" else F.silu
-        cos, sin = own["rope"][at].to(own["embed"].dtype).chunk(2, -1)
-        seen = (torch.arange(cached, device=at.device) <= at)[None, None]
-
-        def normed(x: Tensor, name: str) -> Tensor:
-            if has_bias:
-                return _torch_norm(own, x, name)
-            return F.rms_norm(x, x.shape[-1:], own[f"{name}.w"], EPS)
-
-        def product(x: Tensor, name: str) -> Tensor:
-            weight, bias = own[f"{name}.w"], own.get(f"{name}.b")
-            flat = weight.reshape(-1, x.shape[-1])
-            return F.linear(x, flat, None if bias is None else bias.reshape(-1))
-
-        def rotated(x: Tensor) -> Tensor:
-            a, b = x.chunk(2, -1)
-            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-        def attend(x: Tensor, i: int) -> Tensor:
-            q, k, v = (product(x, f"{i}.{name}").view(-1, dim) for name in "qkv")
-            keys, values = own[f"{i}.k_cache"], own[f"{i}.v_cache"]
-            keys.index_copy_(1, at, rotated(k)[:, None])
-            values.index_copy_(1, at, v[:, None])
-            queries = rotated(q).view(1, -1, group, dim)  # a kv head's, all at the same position
-            mixed = F.scaled_dot_product_attention(
-                queries, keys[None], values[None], attn_mask=seen
-            )
-            out = own[f"{i}.o.w"].reshape(hidden, -1)
-            bias = own.get(f"{i}.o.b")
-            return total(F.linear(mixed.reshape(1, -1), out, bias))
-
-        def mix(x: Tensor, i: int) -> Tensor:
-            inside = activate(product(x, f"{i}.gate")) * product(x, f"{i}.up")
-            return total(product(inside, f"{i}.down"))
-
-        table = own["embed"]
-        x = table[own["token"] % len(table)]
-        if len(table) < vocab:  # ranks have parts of it, in their order
-            x = total(x * (own["token"] // len(table) == dist.get_rank()))
-        for i in range(layers):
-            if variant == "postnorm":
-                x = normed(x + attend(x, i), f"{i}.norm1")
-                x = normed(x + mix(x, i), f"{i}.norm2")
-            elif variant == "parallel":
-                h = normed(x, f"{i}.norm1")
-                x = x + attend(h, i) + mix(h, i)
-            else:
-                x = x + attend(normed(x, f"{i}.norm1"), i)
-                x = x + mix(normed(x, f"{i}.norm2"), i)
-        logits = F.linear(x if variant == "postnorm" else normed(x, "norm"), table)
-        if len(table) == vocab:
-            return logits
-        parts = [torch.empty_like(logits) for _ in range(vocab // len(table))]
-        dist.all_gather(parts, logits)
-        return torch.cat(parts, -1)
-
-    return Model(program=program, marks=marks, in_torch=in_torch, position=position)
 
 
 MODELS: dict[str, Callable[[Case], Model]] = {

@@ -14,22 +14,17 @@ import torch
 from torch import Tensor
 
 from bench import programs
+from bench.llama import VARIANTS, llama_1b
+from bench.models import Model, encoder, gated_mlp, gpt2_step, mixer
 from bench.programs import (
     CASES,
     GRAPH,
     OURS,
     TOLERANCE,
-    VARIANTS,
     Case,
     Job,
-    Model,
     compiling,
-    encoder,
-    gated_mlp,
-    gpt2_step,
-    llama_1b,
     measuring,
-    mixer,
     parse_case,
     records,
     run_cases,

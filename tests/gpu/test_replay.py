@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.programs import Model, encoder, gated_mlp, gpt2_step, mixer
+from bench.models import Model, encoder, gated_mlp, gpt2_step, mixer
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.library.torch_types import torch_dtype

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.programs import VARIANTS, Model, llama_1b, own_tensors
+from bench.llama import VARIANTS, llama_1b
+from bench.models import Model
+from bench.programs import own_tensors
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.machines import H200

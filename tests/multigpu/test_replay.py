@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.programs import Model, encoder, gated_mlp, gpt2_step
+from bench.models import Model, encoder, gated_mlp, gpt2_step
 from distmega.compiled import CompiledProgram
 from distmega.errors import HangError, ProgramError
 from distmega.hostir.comm.communicator import Communicator

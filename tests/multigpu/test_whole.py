@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.programs import gated_mlp
+from bench.models import gated_mlp
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import Communicator
 from distmega.kernels.machines import H200

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.programs import gated_mlp
+from bench.models import gated_mlp
 from distmega.program.types import Program
 from distmega.superopt.rewrite import apply_rules
 from distmega.superopt.rules import shipped_rules

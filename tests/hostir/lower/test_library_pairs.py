@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.programs import gated_mlp
+from bench.models import gated_mlp
 from distmega.hostir.check.check import check_host
 from distmega.hostir.ir.nodes import FusedMatmul, HostProgram
 from distmega.hostir.lower.lower import lower_program

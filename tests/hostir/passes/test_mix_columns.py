@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.programs import gated_mlp
+from bench.models import gated_mlp
 from distmega.engine.decode_plan import lower_decode, lower_prefill, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.errors import VerifyError

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.programs import gated_mlp
+from bench.models import gated_mlp
 from distmega.errors import ParseError, VerifyError
 from distmega.hostir.check.check import check_host
 from distmega.hostir.ir.nodes import FusedMatmul, HostProgram, LibraryOp

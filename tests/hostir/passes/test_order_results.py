@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.programs import encoder
+from bench.models import encoder
 from distmega.hostir.ir.nodes import LibraryOp, walk_nodes
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program

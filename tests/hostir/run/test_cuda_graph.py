@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.programs import encoder, gated_mlp, mixer
+from bench.models import encoder, gated_mlp, mixer
 from distmega import CPU, DeviceMesh, Program, ProgramBuilder, plan_program
 from distmega.compiled import CompiledProgram
 from distmega.hostir import SingleCommunicator

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from bench.programs import gated_mlp
+from bench.models import gated_mlp
 from distmega.kernels.hopper.batch.runner import BatchRunner
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.batch_plan.words import MAX_ROWS

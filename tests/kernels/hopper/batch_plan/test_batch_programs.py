@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.programs import gated_mlp
+from bench.models import gated_mlp
 from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.batch_plan.proof import find_batch_hazard
 from distmega.kernels.hopper.batch_plan.queues import apart, build_batch_queues

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.programs import Model, gated_mlp, llama_1b
+from bench.llama import llama_1b
+from bench.models import Model, gated_mlp
 from distmega.engine.decode_plan import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.one_row.runner import RowRunner
@@ -147,7 +148,7 @@ VARIANTS = (
       for name, tp in (("gelu", 1), ("gelu", 2), ("layernorm", 2), ("parallel", 2),
                        ("postnorm", 2), ("heads96", 1))),
 )  # fmt: skip
-"""Of bench.programs; ranks, bytes spilled at most."""
+"""Of bench.models and bench.llama; ranks, bytes spilled at most."""
 
 
 def code_of(model, num_ranks):

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from bench.programs import llama_1b
+from bench.llama import llama_1b
 from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.plan.segment import find_agreement

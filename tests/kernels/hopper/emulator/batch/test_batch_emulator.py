@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.programs import gated_mlp
+from bench.models import gated_mlp
 from distmega.errors import CheckError, UnsupportedError
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.batch_plan.types import BatchQueues

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.programs import VARIANTS, llama_1b
+from bench.llama import VARIANTS, llama_1b
 from distmega.errors import CheckError, UnsupportedError
 from distmega.kernels.hopper.emulator import RowLaunch, emulate_rows
 from distmega.kernels.hopper.plan.types import RowQueues

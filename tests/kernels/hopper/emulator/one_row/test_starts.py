@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.programs import gated_mlp
+from bench.models import gated_mlp
 from distmega.errors import CheckError, UnsupportedError
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import RowBarrier
