@@ -80,6 +80,7 @@ def clock():
 @triton.jit
 def own_clock():
     """Likewise, as each thread reads it: for what one of them stores."""
+    # no operand, so that each thread reads for itself; Triton has no clock
     return tl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
     )
