@@ -20,6 +20,7 @@ from torch import Tensor
 from distmega.engine.ranks.agreement import on_all_ranks, require_equal
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
+from distmega.engine.ranks.devices import find_device
 from distmega.errors import HangError, ProgramError, RankFailure, UnsupportedError
 from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import Communicator, TeamCommunicator
@@ -113,7 +114,7 @@ class CompiledProgram:
         states, if there are any. UnsupportedError, with True, names what no kernel does. rules: of
         superopt.rules.read_rules, by which ops are replaced: in a megakernel by others that it does
         faster, or at all, else by kernels of the rules' own; by default the shipped ones on GPUs,
-        none on CPUs.
+        none on CPUs. RequestError for a device that this machine hasn't.
         """
         if not (isinstance(megakernel, bool) or megakernel == "auto"):
             raise ProgramError(
@@ -127,7 +128,7 @@ class CompiledProgram:
                 expected="a sequence of RewriteRule",
                 remedy="read them with read_rules of distmega.superopt.rules",
             )
-        self.plan, self.comm, self.device = plan, comm, torch.device(device)
+        self.plan, self.comm, self.device = plan, comm, find_device(device)
         on_gpu = self.device.type == "cuda"
         shipped = shipped_rules() if on_gpu else ()
         self._rules = shipped if rules is None else tuple(rules)
@@ -634,7 +635,7 @@ def compile_plan(
     warm, megakernel, rules as in CompiledProgram.
 
     All ranks call it, at the same point. MeshError where the job has other ranks, ProgramError for
-    what is no plan and no context.
+    what is no plan and no context, RequestError for a GPU that this machine hasn't.
     """
     if not isinstance(plan, Plan):
         raise ProgramError(

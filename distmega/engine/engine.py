@@ -25,6 +25,7 @@ from distmega.engine.kept_plans import NOTHING_KEPT, open_plans
 from distmega.engine.opening import Opener, allocate_arenas, facts_of, keep_triton_key
 from distmega.engine.prefill import Prefills
 from distmega.engine.ranks.agreement import require_agreement, share_memory
+from distmega.engine.ranks.devices import find_device
 from distmega.engine.requests import EngineOptions
 from distmega.engine.soundness import explain_unsound, is_sound
 from distmega.engine.steps_ahead import decode_ahead, last_logits
@@ -95,9 +96,10 @@ class Engine:
         and a call may ask for all of them. progress: of the weights. tell: called with what is done
         next, in words.
 
-        Raises PlanError where the mesh can't be used, LaunchError where ranks disagree.
+        Raises PlanError where the mesh can't be used, LaunchError where ranks disagree,
+        RequestError for a device that this machine hasn't.
         """
-        self.mesh, self.comm, self.device = mesh, comm, torch.device(device)
+        self.mesh, self.comm, self.device = mesh, comm, find_device(device)
         self.eos_ids = frozenset(source.config.eos_ids)
         """Tokens that end a sequence."""
         self._logits = logits

@@ -169,6 +169,23 @@ def test_a_place_that_can_not_be_is_refused(changes: dict[str, object], message:
         replace(CPU_RANK, **changes)
 
 
+@pytest.mark.parametrize("device", ["cuda:7", "cuda"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_gpu_that_is_not_there_is_named(
+    device: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    plan = distmega.plan_program(mlp(), distmega.DeviceMesh(tp=num_ranks), distmega.H200)
+    context = replace(CPU_RANK, device=device, backend="nccl", world_size=num_ranks)
+    named = rf"device '{device}', where torch \S+ finds 0 GPUs; expected a GPU of this machine"
+    with pytest.raises(RequestError, match=named):
+        distmega.compile_plan(plan, context)
+    with pytest.raises(RequestError, match=named):
+        CompiledProgram(plan, SingleCommunicator(distmega.DeviceMesh(tp=1)), device)
+    with pytest.raises(RequestError, match="device 'tpu'; expected cpu or cuda:i"):
+        CompiledProgram(plan, SingleCommunicator(distmega.DeviceMesh(tp=1)), "tpu")
+
+
 def test_what_is_no_context_no_rules_and_no_limit_is_refused():
     plan = distmega.plan_program(mlp(), distmega.DeviceMesh(tp=1), distmega.CPU)
     with pytest.raises(ProgramError, match="NoneType in place of a RankContext; expected"):

@@ -1,6 +1,7 @@
 """How the ranks of a job reach each other: a RankContext and a mesh in, a Communicator out."""
 
 from distmega.engine.ranks.context import RankContext
+from distmega.engine.ranks.devices import find_device
 from distmega.errors import MeshError
 from distmega.hostir.comm.communicator import Communicator, GlooCommunicator, SingleCommunicator
 from distmega.hostir.comm.nccl import NcclCommunicator
@@ -19,7 +20,8 @@ def open_communicator(
     bound on a wait for another CPU rank inside a program. native: NCCL takes sums itself, which
     costs less than summing in rank order.
 
-    MeshError for a mesh that is not of the job's ranks.
+    MeshError for a mesh that is not of the job's ranks, RequestError for a device that this machine
+    hasn't.
     """
     if sorted(mesh.ranks) != list(range(context.world_size)):
         raise MeshError(
@@ -27,6 +29,7 @@ def open_communicator(
             expected="a mesh of just these ranks",
             remedy=f"start {mesh.num_ranks} ranks, or correct the sizes of the mesh",
         )
+    find_device(context.device)
     if mesh.num_ranks == 1:
         return SingleCommunicator(mesh)
     if context.backend == "nccl":

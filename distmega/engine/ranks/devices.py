@@ -1,0 +1,27 @@
+"""The device of a rank: its name in, torch's device out, if this machine has it."""
+
+import re
+
+import torch
+
+from distmega.errors import RequestError
+
+_NAME = re.compile(r"cpu|cuda(:\d{1,4})?")
+
+
+def find_device(name: str) -> torch.device:
+    """ "cpu", or the GPU "cuda:i" of this machine; RequestError for any other."""
+    if not _NAME.fullmatch(str(name)):
+        raise RequestError(
+            f"device {name!r}",
+            expected="cpu or cuda:i",
+            remedy="name where this rank's tensors are",
+        )
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= (num := torch.cuda.device_count()):
+        raise RequestError(
+            f"device {name!r}, where torch {torch.__version__} finds {num} GPUs",
+            expected="a GPU of this machine, and a torch built for CUDA",
+            remedy="run on the device cpu, or where there is such a GPU",
+        )
+    return device
