@@ -205,7 +205,7 @@ class Trace:
 class Superopt:
     """Search equivalents of a tensor program, prove them, keep them as rules.
 
-    Ctrl-C ends the search; what it has found is kept.
+    Ctrl-C ends the search, and so does its budget; what it has found is kept.
     """
 
     program: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROGRAM")]
@@ -220,6 +220,8 @@ class Superopt:
     """Kernels that a graph may have."""
     kept: int = 12
     """Graphs, of different structure, that are proven at most."""
+    budget: int = 600
+    """Seconds of search, after which the best graph found so far is proven; 0 sets no limit."""
     seed: int = 0
     """Of the proofs' random tests; the search has no chance in it."""
     full: bool = False
@@ -464,14 +466,20 @@ def _doctor(command: Doctor, console: Console) -> None:
 
 
 def _superopt(command: Superopt, console: Console) -> None:
-    if min(command.slack, command.kernels - 1, command.kept - 1, command.seed) < 0:
+    numbers = command.slack, command.kernels - 1, command.kept - 1, command.budget, command.seed
+    if min(numbers) < 0:
         raise RequestError(
             f"--slack {command.slack} --kernels {command.kernels} --kept {command.kept} "
-            f"--seed {command.seed}",
+            f"--budget {command.budget} --seed {command.seed}",
             expected="kernels and kept of at least 1, none below 0",
             remedy="correct these",
         )
-    limits = SearchLimits(slack=command.slack, max_kernels=command.kernels, num_kept=command.kept)
+    limits = SearchLimits(
+        slack=command.slack,
+        max_kernels=command.kernels,
+        num_kept=command.kept,
+        budget_s=command.budget,
+    )
     request = SuperoptRequest(
         program=command.program,
         machine=MACHINES[command.machine],

@@ -2,9 +2,10 @@
 
 Comes in: a case of superopt/programs.py or a file with a printed program. Goes out: lines of
 progress on stderr, a table of what was found on stdout, a file. Ctrl-C ends the search; what it has
-found is proven and written. Next: superopt/optimize.py.
+found is proven and written; so does the limits' budget. Next: superopt/optimize.py.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def run_superopt(request: SuperoptRequest, console: Console, errors: Console) ->
         raise RequestError(
             f"no graph of program {optimizer.program.name!r} was proven",
             expected="at least one",
-            remedy="allow more by --slack or --kept",
+            remedy="allow more by --budget, --slack or --kept",
         )
     write_rules(request.out, optimizer.rules)
     console.print(f"{len(optimizer.rules)} rules in {request.out}", markup=False)
@@ -81,7 +82,7 @@ def _follow(
     events: Iterator[Progress | RewriteRule | Refusal], errors: Console, start: float
 ) -> None:
     """A line now and then while it searches, one for each proof."""
-    last = start
+    last = start - LINE_S
     for event in events:
         now = time.monotonic()
         match event:
@@ -98,10 +99,10 @@ def _follow(
 def describe(progress: Progress) -> str:
     """A line of progress."""
     where = f"axis {progress.divided} divided" if progress.divided else "no axis divided"
+    best = f", best {progress.best_us:.2f} us" if progress.best_us < math.inf else ""
     return (
         f"{where}, {progress.num_nodes} nodes, {progress.num_states} states, "
-        f"{progress.num_scheduled} of {progress.num_recipes} recipes scheduled, "
-        f"best {progress.best_us:.2f} us"
+        f"{progress.num_scheduled} of {progress.num_recipes} recipes scheduled{best}"
     )
 
 
@@ -118,6 +119,11 @@ def summary(optimizer: Optimizer, seconds: float, *, full: bool) -> Iterator[str
             f"  {rule.name}: {rule.graph_us:.2f} us predicted on {rule.machine}, op by op "
             f"{rule.program_us:.2f} ({speedup:.2f}x); {rule.proof.tests} tests, "
             f"2^-{rule.proof.log2_bound}; error {100 * rule.proof.worst:.0f}% of what is allowed"
+        )
+    if search.budget.was_short:
+        yield (
+            f"  stopped at its budget of {search.limits.budget_s} s; what it did not come to may "
+            "be faster: raise --budget"
         )
     for rule in optimizer.rules if full else optimizer.rules[:1]:
         yield rule.graph.rstrip()

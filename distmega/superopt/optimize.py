@@ -1,7 +1,8 @@
 """From a program to proven rules: search, then proofs of the fastest candidates.
 
 Comes in: a Program, DeviceRates, SearchLimits. Goes out: rules, the fastest first, and what happens
-meanwhile. It may be left at any time: what was proven until then stays. Next: rules.py.
+meanwhile. It may be left at any time: what was proven until then stays. Once the limits' seconds
+are over it proves no more than one rule. Next: rules.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,21 +54,22 @@ class Optimizer:
         yield from self.search.run()
         yield from self.prove_found()
         for more in range(1, MORE_OPS + 1) if self.refused else ():
-            if self.rules:
+            if self.rules or self.search.budget.is_over():
                 return
             limits = replace(self.limits, slack=self.limits.slack + more)
-            self.search = Search(self.program, self.machine, limits)
+            self.search = Search(self.program, self.machine, limits, budget=self.search.budget)
             yield from self.search.run()
             yield from self.prove_found()
 
     def prove_found(self) -> Iterator[RewriteRule | Refusal]:
         """Proves what the search has found until now; once each. Where the fastest are all refused
-        the next ones follow, until some of them are proven.
+        the next ones follow, until some of them are proven. Without time one proof is enough, and
+        the fastest are all that are tried.
         """
         first = 0
         while candidates := self.search.candidates(first):
             yield from self._prove(candidates)
-            if self.rules:
+            if self.rules or self.search.budget.is_over():
                 return
             first += len(candidates)
 
@@ -77,6 +79,8 @@ class Optimizer:
         for candidate in candidates:
             if print_graph(candidate.graph) in done:
                 continue
+            if self.rules and self.search.budget.is_over():
+                return
             try:
                 rule = self._rule(candidate)
             except VerifyError as error:

@@ -32,6 +32,9 @@ class Recipe:
     steps: tuple[tuple[int, OpChoice], ...]
 
 
+PAUSE = 2048
+"""Partial recipes between two moments at which a caller can stop."""
+
 MAX_FORMS = 24
 """Pointwise expressions of a class that are kept, those of the fewest functions."""
 
@@ -258,16 +261,20 @@ class Generator:
         """A number of ops that no recipe is above."""
         return len(self._bits) + 1
 
-    def recipes(self, max_ops: int) -> Iterator[Recipe]:
-        """All recipes of at most max_ops ops, once each, in canonical order."""
+    def recipes(self, max_ops: int) -> Iterator[Recipe | None]:
+        """All recipes of at most max_ops ops, once each, in canonical order; None now and then, so
+        that the caller can stop where recipes are far apart.
+        """
         chosen: dict[int, OpChoice] = {}
         open_ = tuple(sorted(root for root in self.roots if self._depth[root]))
         yield from self._extend(chosen, 0, open_, max_ops)
 
     def _extend(
         self, chosen: dict[int, OpChoice], done: int, open_: tuple[int, ...], max_ops: int
-    ) -> Iterator[Recipe]:
+    ) -> Iterator[Recipe | None]:
         self.num_states += 1
+        if self.num_states % PAUSE == 0:
+            yield None
         if not open_:
             recipe = self._ordered(chosen)
             if not _is_wasteful(chosen, self.roots):

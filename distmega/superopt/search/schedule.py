@@ -8,7 +8,7 @@ grids at once. A block's shared memory is bounded. Next: assemble.py.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from distmega.superopt.graph.cost import (
     num_functions,
 )
 from distmega.superopt.graph.ugraph import LOOPS, SHARED_BYTES, Stage, rescaling_operands
+from distmega.superopt.search.budget import Budget
 from distmega.superopt.search.egraph import EGraph
 from distmega.superopt.search.generate import OpChoice, Recipe
 
@@ -38,14 +39,15 @@ MODEL_ERROR = 1.1
 """How many times as long a graph may take by the model that a GPU may like better."""
 
 
-LEAST = {"slack": 0, "loops": 2, "splits": 2}
+LEAST = {"slack": 0, "loops": 2, "splits": 2, "budget_s": 0}
 """Limits of a search that may be 0, or must be more than 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLimits:
     """What is searched: kernels of a graph, ops beyond the least, recipes found and scheduled,
-    candidates kept, parts of a loop and of a divided axis, blocks, and shared bytes of a block.
+    candidates kept, parts of a loop and of a divided axis, blocks, shared bytes of a block, and
+    seconds of all that, 0 for as many as it takes (budget.py).
     RequestError for numbers that leave nothing to search.
     """
 
@@ -58,6 +60,7 @@ class SearchLimits:
     splits: tuple[int, ...] = (4, 8, 16, 32, 64)
     max_blocks: int = 2048
     shared_bytes: int = SHARED_BYTES
+    budget_s: int = 600
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -103,7 +106,8 @@ class Scheduler:
     """Finds kernels for recipes over one e-graph. types: of classes that the program has in memory,
     in which they are stored; others are stored in f32. split_cost: instructions an element of a
     product's operand that no 16-bit type holds. least_us: what one launch takes at least; each
-    further one takes its own time more. outer: axes that count the parts of a divided one.
+    further one takes its own time more. outer: axes that count the parts of a divided one. budget:
+    when it is over the best divisions into kernels until then are given.
     """
 
     graph: EGraph
@@ -114,6 +118,7 @@ class Scheduler:
     split_cost: float
     least_us: float
     outer: frozenset[str]
+    budget: Budget = field(default_factory=Budget)
     _known: dict[object, KernelPlan | None] = field(default_factory=dict)
     _axes: dict[int, frozenset[str]] = field(default_factory=dict)
     _grids: dict[object, tuple[tuple[str, ...], Array]] = field(default_factory=dict)
@@ -137,6 +142,8 @@ class Scheduler:
             if found and found.time_us <= self.least_us + (count - 1) * launch:
                 break
             for picked in combinations(cuts, count - 1):
+                if self.budget.is_over():
+                    break
                 if all(low < high for low, high in pairwise(picked)):
                     limit = found.time_us if found else math.inf
                     cut = self._cut(_divide(steps, picked), sizes, limit)
@@ -155,6 +162,8 @@ class Scheduler:
         sizes, best = self._sizes(recipe.steps, extents), None
         limit = MODEL_ERROR * found.time_us + self.machine.launch_us
         for picked in combinations(_downsets(recipe.steps), count - 1):
+            if self.budget.is_over():
+                break
             if all(low < high for low, high in pairwise(picked)):
                 cut = self._cut(_divide(recipe.steps, picked), sizes, limit)
                 if cut is not None and cut.time_us < limit - 1e-9:
@@ -278,8 +287,7 @@ class Scheduler:
     ) -> tuple[tuple[str, ...], Array]:
         key = names, tuple(sizes[name] for name in names)
         if key not in self._grids:
-            options = [_parts_of(sizes[name]) for name in names]
-            rows = [row for row in product(*options) if math.prod(row) <= self.limits.max_blocks]
+            rows = _grids_of([_parts_of(size) for size in key[1]], self.limits.max_blocks)
             self._grids[key] = names, np.array(rows, np.float64).reshape(len(rows), len(names))
         return self._grids[key]
 
@@ -342,6 +350,19 @@ class _Tiles:
                 found = found / self._columns[axis]
             self._known[axes] = found
         return self._known[axes]
+
+
+def _grids_of(options: Sequence[Sequence[int]], max_blocks: int) -> list[tuple[int, ...]]:
+    """A number of parts for each axis, in all ways that make at most max_blocks blocks."""
+    found: list[tuple[tuple[int, ...], int]] = [((), 1)]
+    for parts in options:
+        found = [
+            ((*row, n), blocks * n)
+            for row, blocks in found
+            for n in parts
+            if blocks * n <= max_blocks
+        ]
+    return [row for row, _ in found]
 
 
 def _parts_of(extent: int) -> list[int]:

@@ -3,11 +3,13 @@
 Comes in: a Program, a DeviceRates, Limits. Goes out: Candidates, by predicted time, of different
 structure each; and Progress meanwhile. For the program as it is, and once more for each reduced
 axis divided in two, an e-graph is saturated, recipes are generated, those of the least work
-scheduled. Nothing here depends on time or on hashes, so that the same limits give the same result.
-Candidates are unproven: equivalence.py decides. Next: optimize.py.
+scheduled. Nothing here depends on hashes, and on time only where the budget ends before the search
+(budget.py), so that the same limits give the same result. Candidates are unproven: equivalence.py
+decides. Next: optimize.py.
 """
 
 import math
+from collections.abc import Generator as Coroutine
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +28,7 @@ from distmega.superopt.graph.cost import (
 from distmega.superopt.graph.named import Dims
 from distmega.superopt.graph.ugraph import UGraph
 from distmega.superopt.search.assemble import assemble
+from distmega.superopt.search.budget import Budget
 from distmega.superopt.search.egraph import EGraph
 from distmega.superopt.search.generate import Generator, OpChoice, Recipe
 from distmega.superopt.search.laws import saturate
@@ -77,7 +80,9 @@ class Candidate:
 
 @dataclass(slots=True)
 class Search:
-    """One search. `run` does it step by step; candidates() can be asked at any time."""
+    """One search. `run` does it step by step; candidates() can be asked at any time. budget: of the
+    limits' seconds, from when `run` begins, unless it is given one that has begun.
+    """
 
     program: Program
     machine: DeviceRates
@@ -85,6 +90,7 @@ class Search:
     num_states: int = 0
     num_recipes: int = 0
     num_scheduled: int = 0
+    budget: Budget = field(default_factory=Budget)
     _axes: Axes = field(init=False)
     _terms: dict[str, Term] = field(init=False)
     _values: dict[str, Term] = field(init=False)
@@ -104,8 +110,12 @@ class Search:
 
     def run(self) -> Iterator[Progress]:
         """Searches; progress after every part."""
+        if not self.budget.seconds:
+            self.budget = Budget(self.limits.budget_s)
         yield from self._search("", {})
         for axis in self._divisible():
+            if self.budget.is_over():
+                return
             yield from self._search(axis, {axis: (f"{axis}_o", f"{axis}_i")})
 
     def candidates(self, first: int = 0) -> list[Candidate]:
@@ -171,12 +181,18 @@ class Search:
                 expected="outputs that differ",
                 remedy="leave one out",
             )
+        yield self._progress(axis, egraph)
         apart = frozenset(part for parts in names.values() for part in parts)
         generator = Generator(egraph, tuple(roots.values()), apart)
         sizes = [self._sizes(axis, n) for n in (self._parts(axis) if axis else [1])]
-        recipes = self._recipes(generator, egraph, sizes[len(sizes) // 2])
+        known = self.num_states
+        ranked = _RankedRecipes(egraph, sizes[len(sizes) // 2])
+        for _ in self._find_recipes(generator, ranked):
+            self.num_states = known + generator.num_states
+            yield self._progress(axis, egraph)
+        self.num_states = known + generator.num_states
+        recipes = ranked.best(self.limits.num_scheduled)
         self.num_recipes += len(recipes)
-        self.num_states += generator.num_states
         dims = {
             name: tuple(tuple(p for a in dim for p in names.get(a, (a,))) for dim in found)
             for name, found in self._axes.tensors.items()
@@ -186,10 +202,12 @@ class Search:
             egraph, self.machine, self.limits, tuple(roots.values()),
             self._types(egraph, values), SPLIT_COST if self._are_halves() else 0.0,
             least_us(self.program, self.machine),
-            frozenset(outer for outer, _ in names.values()),
+            frozenset(outer for outer, _ in names.values()), self.budget,
         )  # fmt: skip
         for number, recipe in enumerate(recipes):
             for extents in sizes:
+                if self.budget.is_over():
+                    return
                 for schedule in scheduler.schedules(recipe, extents):
                     self._note(_Found(egraph, roots, dims, scheduler, recipe, extents, schedule))
             self.num_scheduled += 1
@@ -235,33 +253,40 @@ class Search:
                 found[name] = extent
         return found
 
-    def _recipes(
-        self, generator: Generator, egraph: EGraph, sizes: Mapping[str, int]
-    ) -> list[Recipe]:
-        """Those of the least work, several of each structure, over all numbers of ops from the
-        least on, `slack` more.
+    def _find_recipes(self, generator: Generator, ranked: "_RankedRecipes") -> Iterator[None]:
+        """Ranks recipes of all numbers of ops from the least on, `slack` more, in half of the time
+        that is left, so that some can be scheduled. Stops now and then.
         """
-        ranked: dict[str, list[tuple[float, int, Recipe]]] = {}
-        least = generator.least()
-        found = 0
-        while found == 0 and least < generator.most():
-            last = least + (self.limits.slack if self._has_any(generator, least) else 0)
-            for recipe in generator.recipes(last):
-                found += 1
-                group = ranked.setdefault(structure_of(recipe), [])
-                group.append((work_of_recipe(recipe, egraph, sizes), found, recipe))
-                if len(group) > 4 * PER_STRUCTURE:
-                    group.sort(key=lambda item: item[:2])
-                    del group[PER_STRUCTURE:]
-                if found >= self.limits.max_recipes:
-                    break
-            least += 1
-        best = [item for group in ranked.values() for item in sorted(group)[:PER_STRUCTURE]]
-        best.sort(key=lambda item: item[:2])
-        return [recipe for _, _, recipe in best[: self.limits.num_scheduled]]
+        end = self.budget.halfway()
+        for max_ops in range(generator.least(), generator.most()):
+            if (yield from self._has_any(generator.recipes(max_ops), end)):
+                found = generator.recipes(max_ops + self.limits.slack)
+                yield from self._rank(found, ranked, end)
+                return
+            if self.budget.is_past(end):
+                return
 
-    def _has_any(self, generator: Generator, max_ops: int) -> bool:
-        return next(generator.recipes(max_ops), None) is not None
+    def _has_any(self, recipes: Iterator[Recipe | None], end: float) -> Coroutine[None, None, bool]:
+        for recipe in recipes:
+            if recipe:
+                return True
+            if self.budget.is_past(end):
+                return False
+            yield
+        return False
+
+    def _rank(
+        self, recipes: Iterator[Recipe | None], ranked: "_RankedRecipes", end: float
+    ) -> Iterator[None]:
+        for recipe in recipes:
+            if self.budget.is_past(end):
+                return
+            if recipe:
+                ranked.add(recipe)
+            else:
+                yield
+            if ranked.num_found >= self.limits.max_recipes:
+                return
 
     def _note(self, found: "_Found") -> None:
         structure = (
@@ -285,6 +310,30 @@ class _Found:
     recipe: Recipe
     extents: Mapping[str, int]
     schedule: KernelSchedule
+
+
+@dataclass(slots=True)
+class _RankedRecipes:
+    """Recipes by their work at these sizes, several of each structure."""
+
+    egraph: EGraph
+    sizes: Mapping[str, int]
+    num_found: int = 0
+    _groups: dict[str, list[tuple[float, int, Recipe]]] = field(default_factory=dict)
+
+    def add(self, recipe: Recipe) -> None:
+        self.num_found += 1
+        group = self._groups.setdefault(structure_of(recipe), [])
+        group.append((work_of_recipe(recipe, self.egraph, self.sizes), self.num_found, recipe))
+        if len(group) > 4 * PER_STRUCTURE:
+            group.sort(key=lambda item: item[:2])
+            del group[PER_STRUCTURE:]
+
+    def best(self, num: int) -> list[Recipe]:
+        """Those of the least work."""
+        best = [item for group in self._groups.values() for item in sorted(group)[:PER_STRUCTURE]]
+        best.sort(key=lambda item: item[:2])
+        return [recipe for _, _, recipe in best[:num]]
 
 
 _Ranked = tuple[float, str, _Found]
