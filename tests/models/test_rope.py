@@ -25,6 +25,7 @@ YARN = {
 SCALINGS = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "base": {"rope_type": "default", "rope_theta": 100000.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "llama3": LLAMA3_ROPE,
     "yarn": YARN,

@@ -203,7 +203,7 @@ def _rope_fields(fields: Fields) -> Fields:
 def _rope_scaling(rope: Fields, max_positions: int) -> RopeScaling:
     kind = rope.text("rope_type", rope.text("type", "default"))
     original = rope.integer("original_max_position_embeddings", max_positions)
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # the latter stretches beyond max_positions, never reached
         return RopeScaling()
     if kind == "linear":
         return RopeScaling(kind="linear", factor=rope.number("factor"))
@@ -227,7 +227,7 @@ def _rope_scaling(rope: Fields, max_positions: int) -> RopeScaling:
             truncate=rope.flag("truncate", True),
         )
     key = "rope_type" if "rope_type" in rope else "type"
-    raise _unsupported(rope, key, "default, linear, llama3 or yarn")
+    raise _unsupported(rope, key, "default, dynamic, linear, llama3 or yarn")
 
 
 def _yarn_attention(rope: Fields, factor: float) -> float:
