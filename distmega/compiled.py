@@ -402,7 +402,10 @@ class CompiledProgram:
             replaying = "will replay as one CUDA graph, if all ranks can capture it"
         lines = [self.plan.explain(), explain_host(self.host, self.plan.machine), replaying]
         if self._whole:
-            lines.append(f"one megakernel a rank of {self._whole.num_tasks} tasks")
+            whole = self._whole
+            lines.append(
+                f"one megakernel a rank of {whole.num_tasks} tasks, {whole.num_events} events"
+            )
             if self._copied_states:
                 lines.append("states are copied to it and back in each call; not with warm=True")
         else:

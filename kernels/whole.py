@@ -102,10 +102,8 @@ class WholePlan:
     @property
     def num_events(self) -> int:
         """Buffers whose flagged words are polled, or counters."""
-        if isinstance(self.queues, BatchQueues):
-            return len(self.queues.queues[0])
         if self.queues:
-            return len(self.queues.buffers)
+            return self.queues.num_events
         return self.kernel.schedule.num_events if self.kernel else 0
 
 

@@ -27,9 +27,11 @@ from distmega.cli.explain.fold import fold_lines, folded_text
 from distmega.cli.explain.page import KIND_COLOURS
 from distmega.cli.explain.timeline import predict_timeline
 from distmega.cli.main import main
-from distmega.engine.decode_plan import model_mesh, plan_decode
+from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
 from distmega.engine.requests import EngineOptions
+from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import CPU, H200
+from distmega.kernels.megakernel import compile_megakernel
 from distmega.models.presets import PRESETS
 from tests.hostir.programs import streamed
 from tests.repo.source import ROOT
@@ -255,6 +257,39 @@ def test_a_page_is_written_to_the_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert (
         "can't be written (No such file or directory); expected a path" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("num_sms", [2, 5])
+def test_tasks_and_events_are_those_that_the_interpreter_runs(num_sms: int):
+    """Waits that others imply are left out of queues, and so are their events."""
+    config, mesh = PRESETS["tiny-qwen3-moe"], model_mesh(2, 1)
+    options = EngineOptions(num_sms=num_sms)
+    (stage,) = collect_decode("tiny", config, mesh, CPU, options).stages
+    staged = plan_decode(config, mesh, CPU, options)
+    decode = lower_decode(config, staged, options, peer_memory=True)
+    (segment,), (facts,) = decode.host.segments, stage.host.segments
+    kernel = compile_megakernel(segment, decode.staged.mesh, num_sms=num_sms)
+    assert facts.num_tasks == sum(map(len, kernel.schedule.queues))
+    assert facts.num_events == kernel.schedule.num_events
+    assert facts.num_sms == num_sms
+
+
+def test_tasks_and_events_are_those_that_a_gpu_runs():
+    """The instructions of its one kernel, where there is one."""
+    config, options = PRESETS["qwen3-0.6b"], EngineOptions()
+    report = collect_decode("small", config, model_mesh(1, 1), H200, options)
+    staged = plan_decode(config, model_mesh(1, 1), H200, options)
+    decode = lower_decode(config, staged, options, peer_memory=True)
+    queues = build_queues(
+        decode.host.segments[0], decode.weights, decode.states, decode.machine.num_sms
+    )
+    (facts,) = report.stages[0].host.segments
+    assert facts.num_tasks == sum(map(len, queues.queues))
+    assert facts.num_events == len(queues.buffers)
+    many = collect_decode("small", config, model_mesh(1, 1), H200, EngineOptions(batch=100))
+    assert not many.stages[0].host.segments
+    text = dict(write_report(many))["task graph, as each launch runs it"]
+    assert text == "none: library ops, since the persistent kernel can't do 100 rows"
 
 
 def test_figures_of_a_batch_are_of_a_step():

@@ -36,11 +36,14 @@ from distmega.hostir.ir.nodes import HostProgram, LibraryOp, walk_nodes
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.run.host_cost import count_instructions
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
+from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.plan.matrices import count_rows
+from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import CPU, H200
 from distmega.kernels.tasks.expand import expand_segment, team_size
 from distmega.kernels.tasks.graph import build_task_graph
+from distmega.kernels.tasks.schedule import schedule_graph
 from distmega.kernels.tasks.tile import tile_segment
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import AnyDecoder
@@ -110,13 +113,13 @@ def _stage(index: int, decode: DecodePlan, full: bool) -> StageFacts:
     plan, machine = decode.staged.plan, decode.machine
     fused_us = {one.pair.result: dict(one.times_us).get(one.way, 0.0) for one in plan.overlaps}
     memory = plan.memory
-    runs_as, one_kernel = _runner(decode)
+    queues, runs_as = _gpu_queues(decode)
     return StageFacts(
         index=index,
         ranks=plan.mesh.axes,
         runs_as=runs_as,
-        one_kernel=one_kernel,
-        notes=(*_notes(decode), *_rule_notes(decode, one_kernel)),
+        one_kernel=queues is not None,
+        notes=(*_notes(decode), *_rule_notes(decode, queues is not None)),
         time=_time(plan),
         memory=MemoryFacts(
             weight_bytes=memory.weight_bytes,
@@ -133,26 +136,28 @@ def _stage(index: int, decode: DecodePlan, full: bool) -> StageFacts:
         ),
         parts=tuple(_parts(plan)),
         overlaps=tuple(str(choice) for choice in plan.overlaps),
-        host=_host(decode.host, decode.staged.mesh, machine, full),
+        host=_host(decode.host, machine, _tasks(decode, queues), full),
         timeline=predict_timeline(decode.host, machine, fused_us),
         plan_text=plan.explain() if full else "",
     )
 
 
-def _runner(decode: DecodePlan) -> tuple[str, bool]:
-    """What does a decode step on the machine, and whether that is one kernel."""
+def _gpu_queues(decode: DecodePlan) -> tuple[RowQueues | BatchQueues | None, str]:
+    """The queues of the one kernel that does a decode step on the machine, None where others do,
+    and what does it.
+    """
     segments, num_sms = decode.host.segments, decode.machine.num_sms
     if decode.machine == CPU:
         count = "1 segment" if len(segments) == 1 else f"{len(segments)} segments"
-        return f"{count} by the interpreter of queues", False
+        return None, f"{count} by the interpreter of queues"
     if len(segments) != 1:
-        return f"library ops, since a step is {len(segments)} segments", False
+        return None, f"library ops, since a step is {len(segments)} segments"
     build = build_batch_queues if count_rows(segments[0]) > 1 else build_queues
     try:
         queues = build(segments[0], decode.weights, decode.states, num_sms)
     except UnsupportedError as error:
-        return f"library ops, since {error.found}", False
-    return f"one kernel of {sum(map(len, queues.queues))} tasks a step, on Hopper GPUs", True
+        return None, f"library ops, since {error.found}"
+    return queues, f"one kernel of {sum(map(len, queues.queues))} tasks a step, on Hopper GPUs"
 
 
 def _notes(decode: DecodePlan) -> Iterator[str]:
@@ -305,7 +310,9 @@ def dim_axes(layout: Layout, num_dims: int) -> tuple[str, ...]:
     return tuple("*".join(axes) for axes in found)
 
 
-def _host(host: HostProgram, mesh: DeviceMesh, machine: Machine, full: bool) -> HostFacts:
+def _host(
+    host: HostProgram, machine: Machine, segments: Sequence[SegmentFacts], full: bool
+) -> HostFacts:
     num, rates = count_instructions(host.body), machine.overlap
     return HostFacts(
         text=print_host(replace(host, segments=())),
@@ -313,23 +320,39 @@ def _host(host: HostProgram, mesh: DeviceMesh, machine: Machine, full: bool) -> 
         num_instructions=num,
         host_us=num * rates.host_us,
         replay_us=num * rates.replay_us,
-        segments=tuple(_segment(one, mesh, machine.num_sms) for one in host.segments),
+        segments=tuple(segments),
     )
 
 
-def _segment(segment: Program, mesh: DeviceMesh, num_sms: int) -> SegmentFacts:
+def _tasks(decode: DecodePlan, queues: RowQueues | BatchQueues | None) -> list[SegmentFacts]:
+    """The tasks that a decode step runs on a rank: of its one kernel on a GPU, of the interpreter
+    on a CPU; none where library ops do it.
+    """
+    segments = decode.host.segments
+    if queues is None:
+        return [_interpreted(one, decode) for one in segments] if decode.machine == CPU else []
+    kinds = Counter(type(one).__name__ for queue in queues.queues for one in queue)
+    (segment,) = segments
+    return [_segment(segment, kinds, len(queues.queues), queues.num_events)]
+
+
+def _interpreted(segment: Program, decode: DecodePlan) -> SegmentFacts:
+    """As engine/cpu_kernels.py opens it."""
+    options, mesh = decode.options, decode.staged.mesh
     expanded = expand_segment(segment, mesh)
-    groups = tile_segment(expanded, num_sms)
-    graph = build_task_graph(expanded, groups, team_size(expanded, mesh))
-    kinds = Counter[str]()
-    for group in groups:
-        kinds[group.op.kind] += group.num_tasks
+    groups = tile_segment(expanded, options.num_sms)
+    graph = build_task_graph(expanded, groups, team_size(expanded, mesh), options.events)
+    schedule = schedule_graph(graph, options.num_sms)
+    kinds = Counter(groups[t.group].op.kind for queue in schedule.queues for t in queue)
+    return _segment(segment, kinds, options.num_sms, schedule.num_events)
+
+
+def _segment(segment: Program, kinds: Counter[str], num_sms: int, num_events: int) -> SegmentFacts:
     return SegmentFacts(
         name=segment.name,
-        num_ops=len(groups),
-        num_tasks=graph.num_tasks,
+        num_ops=sum(not op.is_view for op in segment.ops),
+        num_tasks=kinds.total(),
         num_sms=num_sms,
-        num_events=graph.num_events,
-        num_triggers=sum(sum(event.counts) for event in graph.events),
+        num_events=num_events,
         tasks=tuple(kinds.most_common()),
     )

@@ -152,14 +152,15 @@ class PredictedSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentFacts:
-    """A segment as tasks of a persistent kernel. tasks: number by op kind."""
+    """A segment as the tasks of a persistent kernel that run in each launch, and the events that
+    these wait for. tasks: number by what they do.
+    """
 
     name: str
     num_ops: int
     num_tasks: int
     num_sms: int
     num_events: int
-    num_triggers: int
     tasks: tuple[tuple[str, int], ...]
 
 

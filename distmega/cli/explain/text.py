@@ -26,8 +26,8 @@ def write_report(report: ExplainReport, *, full: bool = False) -> Iterator[Secti
         plan = stage.plan_text if full else "\n".join(_plan(stage))
         yield f"{title}plan", plan.rstrip("\n")
         yield f"{title}host program", "\n".join(_host(stage, full))
-        graph = "\n".join(_graph(stage.host.segments))
-        yield f"{title}task graph, as the interpreter of queues runs it", graph
+        graph = "\n".join(_graph(stage.host.segments)) or f"none: {stage.runs_as}"
+        yield f"{title}task graph, as each launch runs it", graph
         yield f"{title}one rank", "\n".join(_rank(stage))
 
 
@@ -148,7 +148,7 @@ def _graph(segments: Sequence[SegmentFacts]) -> Iterator[str]:
         tasks = ", ".join(f"{kind} {count}" for kind, count in segment.tasks)
         text = (
             f"{segment.num_tasks} tasks of {segment.num_ops} ops on {segment.num_sms} SMs,"
-            f" {segment.num_events} events, {segment.num_triggers} triggers a launch: {tasks}"
+            f" {segment.num_events} events: {tasks}"
         )
         reported.setdefault(text, []).append(segment.name)
     for text, names in reported.items():

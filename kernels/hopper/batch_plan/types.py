@@ -182,6 +182,11 @@ class BatchQueues:
     given: tuple[Given, ...] = ()
 
     @property
+    def num_events(self) -> int:
+        """What instructions wait for: a counter each of an SM's."""
+        return len(self.queues[0])
+
+    @property
     def rows(self) -> int:
         """Rows that the kernel computes."""
         return num_computed(self.batch)

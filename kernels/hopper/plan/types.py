@@ -297,6 +297,11 @@ class RowQueues:
         """Whether some instruction is a barrier."""
         return any(isinstance(one, RowBarrier) for queue in self.queues for one in queue)
 
+    @property
+    def num_events(self) -> int:
+        """What instructions wait for: buffers whose flagged words are polled."""
+        return len(self.buffers)
+
 
 def unfit(found: str) -> UnsupportedError:
     """The error for a segment that the kernel can't do."""
