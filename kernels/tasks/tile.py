@@ -151,7 +151,10 @@ def _splits(op: Op, wanted: int, row_multiple: int) -> tuple[RangeSplit, ...]:
     if contracts(op):
         rows = tuple(n for index in op.reads[1].dims for n in index.axes if n in extents)
         if rows:
-            return _cut(rows, math.prod(extents[n] for n in rows), wanted, row_multiple)
+            cut = _cut(rows, math.prod(extents[n] for n in rows), wanted, row_multiple)
+            others = tuple(n for n in extents if n not in rows)
+            left = wanted // math.prod(split.num_tiles for split in cut)
+            return cut + _cut(others, math.prod(extents[n] for n in others), left, row_multiple)
     free = [n for n in extents if n not in _WHOLE_HEADS.get(op.kind, ())]
     multiples = dict.fromkeys(free, 1) | dict.fromkeys(_contiguous(op), row_multiple)
     for name in free:

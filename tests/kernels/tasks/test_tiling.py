@@ -46,6 +46,18 @@ def test_row_axes_of_a_weight_are_cut_as_one():
     assert group.num_tasks == 16
 
 
+@pytest.mark.parametrize(
+    ("rows", "outputs", "num_tasks"), [(1000, 1, 4), (1000, 9, 4), (30, 24, 3)]
+)
+def test_rows_of_x_are_cut_where_those_of_the_weight_are_few(
+    rows: int, outputs: int, num_tasks: int
+):
+    p = ProgramBuilder("few")
+    x, w = p.input("x", (rows, 512)), p.weight("w", (outputs, 512))
+    (group,) = groups_by_name(p.build(p.linear(x, w, name="y")), 4).values()
+    assert group.num_tasks == num_tasks
+
+
 def test_small_work_stays_in_few_tasks():
     p = ProgramBuilder("small")
     x = p.input("x", (1, 8192))
