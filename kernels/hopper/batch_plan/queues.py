@@ -146,21 +146,31 @@ def fill_queues(draft: BatchDraft) -> BatchQueues:
     add_given(draft)
     add_entry(draft)
     for now, op in enumerate(draft.fused):
-        match op:
-            case FusedContraction() if op.experts and op.experts.by == "rows":
-                add_experts(draft, now, op)
-            case FusedContraction():
-                add_contraction(draft, now, op)
-            case FusedAttention():
-                add_attention(draft, now, op)
-            case FusedRowAttention():
-                add_row_attention(draft, now, op)
-            case FusedPointwise():
-                add_pointwise(draft, now, op)
-            case FusedGather():
-                add_gather(draft, now, op)
-            case FusedChoice() if is_limited(op.sampler):
-                add_sample(draft, op)
+        add_instructions(draft, now, op)
+    return finished(draft)
+
+
+def add_instructions(draft: BatchDraft, now: int, op: Fused) -> None:
+    """Those of op number `now`."""
+    match op:
+        case FusedContraction() if op.experts and op.experts.by == "rows":
+            add_experts(draft, now, op)
+        case FusedContraction():
+            add_contraction(draft, now, op)
+        case FusedAttention():
+            add_attention(draft, now, op)
+        case FusedRowAttention():
+            add_row_attention(draft, now, op)
+        case FusedPointwise():
+            add_pointwise(draft, now, op)
+        case FusedGather():
+            add_gather(draft, now, op)
+        case FusedChoice() if is_limited(op.sampler):
+            add_sample(draft, op)
+
+
+def finished(draft: BatchDraft) -> BatchQueues:
+    """The draft's queues, and all that the kernel is told of them."""
     choice = draft.choice
     attended = [op for op in draft.fused if isinstance(op, FusedAttention | FusedRowAttention)]
     first_id = draft.team_rank * draft.rank_logits

@@ -3,9 +3,11 @@
 Next on the walk: ../one_row/bodies/linear.py.
 """
 
+from functools import partial
+
 from distmega.kernels.hopper.plan.matrices import num_units, rows_of, share, tiles_k
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED
-from distmega.kernels.hopper.plan.types import unfit
+from distmega.kernels.hopper.plan.types import Epilogue, unfit
 from distmega.kernels.hopper.plan.words import (
     CARRY_EMBEDDED,
     CARRY_TWO,
@@ -32,41 +34,100 @@ MAX_NORMED_UNITS = MAX_SMS // UNIT_ROWS
 
 def add_contraction(draft: RowDraft, nth: int, op: FusedContraction) -> None:
     """The rows of its matrix, shared out."""
-    rows = rows_of(op, draft.placed)
-    streams = len(op.streams)
-    out_rows = rows // streams
-    number = epilogue_number(draft, op)
+    rows, streams = rows_of(op, draft.placed), len(op.streams)
+    number, by_rows = epilogue_number(draft, op), is_weighted(op)
     epilogue = draft.epilogues[number]
-    size = {"nothing": 0, "numbers": rows, "pairs": out_rows // 2}[epilogue.publishes]
+    dst, generation, limit = reserve_results(draft, nth, op, epilogue)
+    x = draft.of_x(op)
+    matrix, starts = weight_rows(draft, op)
+    carry, second, flags = find_carried(draft, nth, op)
+    flags |= flags_of(draft, op)
+    kept = note_results(draft, op, epilogue, dst, generation)
+    columns = draft.length(op)
+    linear = partial(
+        RowLinear,
+        opcode=number,
+        name=op.name,
+        generation=generation,
+        matrix=matrix,
+        num_tiles_k=tiles_k(columns),
+        src=x.first,
+        num_src_words=columns // 2,
+        flag_delta=generation - x.generation,
+        norm=norm_at(draft, op),
+        bias=draft.placed.bias(op.streams, padded=True),
+        dst=dst,
+        num_rows=limit,
+        flags=flags,
+        keep=kept,
+        carry=carry,
+    )
+    for sm, queue in enumerate(draft.queues):
+        first, last = share(rows, streams, sm, draft.num_sms)
+        if first == last:
+            continue
+        before = 0 if by_rows else first // streams * UNIT_ROWS
+        queue.append(
+            linear(
+                weight_row=starts[0] + before,
+                pair_row=starts[1] + before if streams == 2 else second,
+                num_units=last - first,
+                row0=first * UNIT_ROWS,
+            )
+        )
+
+
+def reserve_results(
+    draft: RowDraft, nth: int, op: FusedContraction, epilogue: Epilogue
+) -> tuple[int, int, int]:
+    """Words for what is published: the first one, their generation, and how many rows there are."""
+    rows = rows_of(op, draft.placed)
+    size = {"nothing": 0, "numbers": rows, "pairs": rows // len(op.streams) // 2}
+    num_words = size[epilogue.publishes]
     kind, generation = draft.turn(draft.classes[nth])
     if op.num_ranks > 1:
         draft.reserve(f"parts of {kind}", draft.num_ranks * rows)
     if draft.is_ranked(op):
         draft.rank_logits = rows
         limit = min(rows, max(0, num_logits(draft) - draft.team_rank * rows))
-        dst, generation = reserve_logits(draft, rows), draft.of_x(op).generation
-    elif epilogue.gathered:
-        dst, limit = draft.reserve(kind, draft.num_ranks * size) + draft.team_rank * size, rows
-    else:
-        dst, limit = draft.reserve(kind, size), rows
-    x = draft.of_x(op)
-    is_given = op.x == draft.entry
-    columns = draft.length(op)
-    matrix, starts = weight_rows(draft, op)
-    by_rows = is_weighted(op)
-    flags = FROM_EMBEDDING if is_given and draft.num_ranks == 1 else 0
-    flags |= PAIRED if streams == 2 else 0
-    flags |= LAYER_NORM if op.norm and op.norm.kind == "layer_norm" else 0
-    if op.experts:
-        flags |= EXPERT_ROWS if by_rows else EXPERT_COLUMNS
+        return reserve_logits(draft, rows), draft.of_x(op).generation, limit
+    if epilogue.gathered:
+        first = draft.reserve(kind, draft.num_ranks * num_words)
+        return first + draft.team_rank * num_words, generation, rows
+    return draft.reserve(kind, num_words), generation, rows
+
+
+def find_carried(draft: RowDraft, nth: int, op: FusedContraction) -> tuple[int, int, int]:
+    """Where the two operands lie that the epilogue takes besides, or the rows that it normalises;
+    and the flags that say so.
+    """
+    streams = len(op.streams)
+    out_rows = rows_of(op, draft.placed) // streams
     carries = [draft.carried(op.name, name, out_rows, streams) for name in op.operands]
-    if any(embedded for _, embedded in carries):
-        flags |= CARRY_EMBEDDED
     carry, second = [carry for carry, _ in (*carries, *[(NOTHING, False)] * MAX_CARRIED)][:2]
+    flags = CARRY_EMBEDDED if any(embedded for _, embedded in carries) else 0
     flags |= CARRY_TWO if second != NOTHING else 0
     if op.normed:
-        carry = normalised(draft, op, nth)
-        flags |= KEEP_NORMED
+        return normalised(draft, op, nth), second, flags | KEEP_NORMED
+    return carry, second, flags
+
+
+def flags_of(draft: RowDraft, op: FusedContraction) -> int:
+    """Flags of what x and the matrix are."""
+    flags = FROM_EMBEDDING if op.x == draft.entry and draft.num_ranks == 1 else 0
+    flags |= PAIRED if len(op.streams) == 2 else 0
+    flags |= LAYER_NORM if op.norm and op.norm.kind == "layer_norm" else 0
+    if op.experts:
+        flags |= EXPERT_ROWS if is_weighted(op) else EXPERT_COLUMNS
+    return flags
+
+
+def note_results(
+    draft: RowDraft, op: FusedContraction, epilogue: Epilogue, dst: int, generation: int
+) -> int:
+    """Says in the draft where results lie, from word dst on; the first element that SMs keep."""
+    streams = len(op.streams)
+    out_rows = rows_of(op, draft.placed) // streams
     kept = draft.keep(op, out_rows)
     if draft.is_ranked(op):
         draft.logits_at = kept
@@ -75,36 +136,7 @@ def add_contraction(draft: RowDraft, nth: int, op: FusedContraction) -> None:
         draft.forms[out] = epilogue.publishes
     if len(op.outs) > 1:
         locate_outs(draft, op, dst, generation, 1 if epilogue.publishes == "numbers" else 2)
-    num_tiles, norm = tiles_k(columns), norm_at(draft, op)
-    bias = draft.placed.bias(op.streams, padded=True)
-    for sm, queue in enumerate(draft.queues):
-        first, last = share(rows, streams, sm, draft.num_sms)
-        if first == last:
-            continue
-        before = 0 if by_rows else first // streams * UNIT_ROWS
-        queue.append(
-            RowLinear(
-                opcode=number,
-                name=op.name,
-                generation=generation,
-                matrix=matrix,
-                weight_row=starts[0] + before,
-                pair_row=starts[1] + before if streams == 2 else second,
-                num_units=last - first,
-                num_tiles_k=num_tiles,
-                src=x.first,
-                num_src_words=columns // 2,
-                flag_delta=generation - x.generation,
-                norm=norm,
-                bias=bias,
-                dst=dst,
-                row0=first * UNIT_ROWS,
-                num_rows=limit,
-                flags=flags,
-                keep=kept,
-                carry=carry,
-            )
-        )
+    return kept
 
 
 def weight_rows(draft: RowDraft, op: FusedContraction) -> tuple[int, list[int]]:

@@ -154,25 +154,35 @@ def fill_queues(draft: RowDraft) -> RowQueues:
     draft.find_lightest()
     add_embedding(draft)
     for i, op in enumerate(draft.fused):
-        match op:
-            case FusedContraction():
-                add_contraction(draft, i, op)
-            case FusedAttention():
-                add_attention(draft, i, op)
-            case FusedRouting():
-                add_routing(draft, op)
-            case FusedPointwise():
-                add_pointwise(draft, i, op)
-            case FusedGather():
-                add_gather(draft, i, op)
-            case FusedChoice():
-                add_choice(draft, op)
+        add_instructions(draft, i, op)
         if i + 1 < len(draft.fused) and not isinstance(draft.fused[i + 1], FusedChoice):
             add_barrier(draft, i)
+    if draft.choice:
+        reserve_choice(draft, draft.choice)
+    return finished(draft)
+
+
+def add_instructions(draft: RowDraft, i: int, op: Fused) -> None:
+    """Those of op number i."""
+    match op:
+        case FusedContraction():
+            add_contraction(draft, i, op)
+        case FusedAttention():
+            add_attention(draft, i, op)
+        case FusedRouting():
+            add_routing(draft, op)
+        case FusedPointwise():
+            add_pointwise(draft, i, op)
+        case FusedGather():
+            add_gather(draft, i, op)
+        case FusedChoice():
+            add_choice(draft, op)
+
+
+def finished(draft: RowDraft) -> RowQueues:
+    """The draft's queues, and all that the kernel is told of them."""
     choice, sampler = draft.choice, draft.choice.sampler if draft.choice else None
     attention = next((op for op in draft.fused if isinstance(op, FusedAttention)), None)
-    if choice:
-        reserve_choice(draft, choice)
     return RowQueues(
         num_ranks=draft.num_ranks,
         mode=draft.mode,
