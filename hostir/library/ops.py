@@ -30,6 +30,7 @@ from distmega.hostir.library.matmuls import (
 from distmega.hostir.library.norms import compile_norm, normalise
 from distmega.hostir.library.opaque import compile_opaque
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
+from distmega.hostir.library.rows import compile_rows, run_rows
 from distmega.hostir.library.torch_types import operand_dtype, widen
 from distmega.program import types as program
 from distmega.program.kinds import Coordinate, kind_of, kinds
@@ -363,6 +364,7 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     "fused_linear": lambda op, coordinate: compile_mixed(op, mixed_product),
     "fused_product": lambda op, coordinate: compile_shaped(op, shaped_product),
     "fused_heads": lambda op, coordinate: compile_heads(op, move_heads),
+    "fused_rows": lambda op, coordinate: compile_rows(op, run_rows),
     "opaque": lambda op, coordinate: compile_opaque(op),
 }
 """Op kind -> binds an op at a rank's mesh coordinate; others are run by their references."""

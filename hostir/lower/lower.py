@@ -35,6 +35,7 @@ from distmega.hostir.lower.segments import Run, kernel_runs, make_segment
 from distmega.hostir.passes.fuse import fuse_ops
 from distmega.hostir.passes.host_streams import Touched
 from distmega.hostir.passes.join_formulas import join_formulas
+from distmega.hostir.passes.join_rows import join_rows
 from distmega.hostir.passes.mix_columns import mix_columns
 from distmega.hostir.passes.norm_sums import norm_sums
 from distmega.hostir.passes.order_results import order_results
@@ -126,6 +127,7 @@ class _Lowering:
             body = [*mix_columns(body, buffers, program.outputs)]
             body = [*norm_sums(body, buffers, program.outputs)]
             body = [*join_formulas(body, buffers, program.outputs)]
+            body = [*join_rows(body, buffers, program.outputs)]
             body = [*order_results(body, buffers, program.outputs)]
         used = {name for node in walk_nodes(body) for name in named_buffers(node)}
         used |= set(program.outputs)

@@ -7,8 +7,12 @@ fused_heads: heads of a row normalised, rotated, kept in a tensor or appended to
 MAX_PARTS tensors of heads; see fuse_heads.py. fused_linear: `expr` of a0 and a1, products of x with
 a row of one weight and of another of its shape, or with a row of a weight and the one half of all
 rows behind it; reads x and both weights, or the upper and the lower half of the one. fused_product:
-`expr` of a0, a product of x and a weight, plus a bias if it reads one. Next: fuse.py.
+`expr` of a0, a product of x and a weight, plus a bias if it reads one. fused_rows: `steps` over
+rows, formulas and norms in turn, of which it writes the values `outs` in `dtypes`; join_rows.py.
+Next: fuse.py.
 """
+
+from dataclasses import dataclass
 
 from distmega.program import expr
 from distmega.program.kinds import OpKind, define
@@ -20,6 +24,51 @@ define(OpKind(name="fused_norm", origin="internal", is_norm=True))
 define(OpKind(name="fused_heads", origin="internal", inplace=True))
 define(OpKind(name="fused_linear", origin="internal", flops=lambda op, work: 4 * work.points))
 define(OpKind(name="fused_product", origin="internal", flops=lambda op, work: 2 * work.points))
+define(OpKind(name="fused_rows", origin="internal"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormStep:
+    """A step of rows: the norm ("rms", "layer" or "softmax") of value x, times value `weight` plus
+    value `bias`, -1 where there is none.
+    """
+
+    norm: str
+    x: int
+    weight: int = -1
+    bias: int = -1
+    eps: float = 0.0
+
+    def __str__(self) -> str:
+        return f"norm {self.norm} {self.x} {self.weight} {self.bias} {self.eps!r}"
+
+
+Step = expr.Expr | NormStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSteps:
+    """Values of rows: first the operands, then what each step makes of values before it, an
+    argument of a formula being the value of that number. outs: those that leave.
+    """
+
+    steps: tuple[Step, ...]
+    outs: tuple[int, ...]
+
+
+def row_steps(op: Op) -> RowSteps:
+    """What an op of kind fused_rows computes."""
+    texts, outs = op.attr("steps"), op.attr("outs")
+    assert isinstance(texts, tuple), "join_rows.py writes tuples"
+    assert isinstance(outs, tuple), "join_rows.py writes tuples"
+    return RowSteps(steps=tuple(map(_step, map(str, texts))), outs=tuple(int(str(n)) for n in outs))
+
+
+def _step(text: str) -> Step:
+    if not text.startswith("norm "):
+        return expr.parse(text)
+    _, norm, x, weight, bias, eps = text.split()
+    return NormStep(norm=norm, x=int(x), weight=int(weight), bias=int(bias), eps=float(eps))
 
 
 def op_exprs(op: Op) -> tuple[expr.Expr, ...]:

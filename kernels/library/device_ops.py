@@ -1,7 +1,8 @@
 """Library ops of a host program on a GPU: the pipelined kernels for pointwise ops, norms and
-softmax, ugraphs/ for the graphs of rewrite rules, heads.py for rotations and caches,
-packed_attention.py for prompts, grouped_products.py and weighted_rows.py for experts,
-row_attention.py for one row of each, row_maxima.py for argmax, torch for the rest.
+softmax, row_steps.py for several of them in turn, ugraphs/ for the graphs of rewrite rules,
+heads.py for rotations and caches, packed_attention.py for prompts, grouped_products.py and
+weighted_rows.py for experts, row_attention.py for one row of each, row_maxima.py for argmax, torch
+for the rest.
 
 Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluator is given. On
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
@@ -33,6 +34,7 @@ from distmega.hostir.library.ops import (
     result_order,
 )
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
+from distmega.hostir.library.rows import compile_rows
 from distmega.hostir.passes.fuse_heads import FUSED
 from distmega.kernels.gemm.api import matmul
 from distmega.kernels.library import late
@@ -148,6 +150,8 @@ class KernelOps:
             return self._by_tiles(op, compile_shaped(op, shaped_product))
         if op.kind == "linear" and is_matrix_product(op):
             return self._by_tiles(op, compile_op(op, coordinate))
+        if op.kind == "fused_rows" and has_triton():
+            return compile_rows(op, lambda *given: late.run_rows(*given))
         if op.kind == FUSED and has_triton():
             return compile_heads(op, lambda *given: late.move_heads(*given))
         if op.kind == "argmax" and self._has_tiles:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from distmega.kernels.library.packed_attention import attend_packed
     from distmega.kernels.library.row_attention import attend_each
     from distmega.kernels.library.row_maxima import compile_argmax
+    from distmega.kernels.library.row_steps import run_rows
     from distmega.kernels.library.short_attention import compile_attend
     from distmega.kernels.library.tiled_products import compile_product
     from distmega.kernels.library.weighted_rows import add_weighted_rows
@@ -25,6 +26,7 @@ __all__ = [
     "grouped_linear",
     "move_heads",
     "rotate",
+    "run_rows",
 ]
 
 __getattr__ = late_imports(__name__)

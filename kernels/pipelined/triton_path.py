@@ -64,7 +64,7 @@ def pointwise_plain(x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, row_strides,
 
 
 @triton.jit
-def _normalise(value, inside, num_columns, eps, op: tl.constexpr):
+def normalise_tile(value, inside, num_columns, eps, op: tl.constexpr):
     """Rows [rows, columns] without weight and bias; what lies outside comes as zeros."""
     if op == "rms":
         return value * tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / num_columns + eps)
@@ -142,7 +142,7 @@ def norm_plain(x, residual, weight, bias, y, total, x_row, x_step, residual_row,
     if vectors == "before":
         scale = _load_vector(weight, columns, valid)
         shift = _load_vector(bias, columns, valid)
-    result = _normalise(value, inside, length, eps, op)
+    result = normalise_tile(value, inside, length, eps, op)
     if vectors == "after":
         scale = _load_vector(weight, columns, valid)
         shift = _load_vector(bias, columns, valid)

@@ -14,6 +14,7 @@ from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.library import row_steps
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.pipelined import api
 from distmega.program.builder import ProgramBuilder
@@ -101,8 +102,36 @@ def test_what_is_fused_in_a_block():
         node.op for node in lowered(block(8, 64, 96, "bf16")).body if isinstance(node, LibraryOp)
     ]
     kinds = [op.kind for op in ops if op.kind != "linear"]
-    assert kinds == ["fused_norm", "fused_linear", "fused_pointwise", "layer_norm", "fused_product",
-                     "softmax", "pointwise"]  # fmt: skip
+    assert kinds == ["fused_norm", "fused_linear", "fused_rows", "fused_product", "softmax",
+                     "pointwise"]  # fmt: skip
+
+
+def row_chain(rows: int, columns: int, dtype: str) -> Program:
+    """Norms of rows of two sequences, modulated by vectors of these, with formulas around them."""
+    p = ProgramBuilder("rows")
+    x, both = p.input("x", (2, rows, columns), dtype), p.input("c", (2, 1, 2 * columns), dtype)
+    g, b = (p.weight(name, (columns,), dtype) for name in "gb")
+    halves = ((n * columns, (n + 1) * columns) for n in range(2))
+    scale, shift = (p.slice(both, 2, *half, view=True) for half in halves)
+    n = p.layer_norm(x.map("silu(a0)"), g, b, 1e-5)
+    m = p.pointwise("a0 * (1.0 + a1) + a2", n, scale, shift, name="m")
+    y = p.pointwise("a0 + a1", x, p.rms_norm(m, g, 1e-5), name="y")
+    return p.build(p.softmax(y, name="q"), y)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("extents", [(256, 1024), (37, 200), (1, 64), (900, 96), (3, 8192)])
+def test_norms_and_formulas_of_rows_are_one_kernel(dtype, extents, monkeypatch):
+    program = row_chain(*extents, dtype)
+    host = lowered(program)
+    ops = [node.op for node in host.body if isinstance(node, LibraryOp)]
+    assert [op.kind for op in ops if not op.is_view] == ["fused_rows"]
+    tensors = given(host)
+    exact = in_float64(program, tensors)
+    monkeypatch.setattr(row_steps, "run_by_torch", None)
+    found = evaluator(host).run(tensors)
+    for name in program.outputs:
+        assert distance(found[name], exact[name]) < TOLERANCE[dtype]
 
 
 def test_a_captured_block_replays_with_new_inputs():

@@ -29,7 +29,8 @@ def declared(name: str, x: torch.Tensor, role: str = "input") -> Tensor:
 
 
 def test_every_kind_has_a_function():
-    fused = {"fused_pointwise", "fused_norm", "fused_heads", "fused_linear", "fused_product"}
+    parts = "pointwise", "norm", "heads", "linear", "product", "rows"
+    fused = {f"fused_{part}" for part in parts}
     assert {*user_kinds(), "take_shard", *fused} == set(library.library_kinds())
 
 

@@ -96,8 +96,7 @@ def test_what_does_not_fit_stays_apart():
     shifted = p.rms_norm(wide, p.weight("g", (8,)), 1e-5, name="shifted")
     turned = p.transpose(shifted.map("a0 * 3", name="t"), (1, 0), view=True, name="v")
     steps = check(p.build(turned.map("a0 + 1", name="y")))
-    assert steps == ["pointwise doubled", "pointwise wide", "rms_norm shifted", "pointwise t",
-                     "view v", "pointwise y"]  # fmt: skip
+    assert steps == ["pointwise doubled", "fused_rows t", "view v", "pointwise y"]
 
 
 def test_nothing_moves_past_a_change_of_what_it_reads():
