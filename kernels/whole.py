@@ -10,7 +10,6 @@ launch is asked for (records/runner.py). Used by distmega/compiled.py.
 import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -193,10 +192,18 @@ def plan_whole(
             _require_sooner(plan, len(local.program.ops))
         return plan
     except UnsupportedError as refused:
-        if forced:
-            with suppress(UnsupportedError):
-                return _plan_records(local, comm, require_hopper(device), on_gpu=True)
-        raise refused from None
+        if not forced:
+            raise
+        try:
+            return _plan_records(local, comm, require_hopper(device), on_gpu=True)
+        except UnsupportedError as lacking:
+            if lacking.found == refused.found:
+                raise
+            raise UnsupportedError(
+                f"{lacking.found} (and for the kernels of rows: {refused.found})",
+                expected=lacking.expected,
+                remedy=lacking.remedy,
+            ) from None
 
 
 def _plan_rows(
@@ -262,7 +269,7 @@ def _plan_records(
     kernel = compile_megakernel(segment, comm.mesh, num_sms=num_sms, weights=weights, states=states)
     if on_gpu:
         _team(comm)
-        find_specs(kernel.encoded)
+        find_specs(kernel.encoded, [group.op for group in kernel.schedule.graph.groups])
     return WholePlan(host=host, weights=weights, states=states, queues=None, kernel=kernel)
 
 
@@ -393,9 +400,9 @@ def _require_one_launch(host: HostProgram) -> None:
     if len(host.segments) == 1 and not others:
         return
     done = sorted({*REACHING_ALL, *(kind.name for kind in kinds() if kind.in_megakernel)})
+    found = "views alone" if not others and not host.segments else f"{len(host.segments)} kernels"
     raise UnsupportedError(
-        f"{_describe(others[0], host) if others else f'{len(host.segments)} kernels'} in program "
-        f"{host.name!r}",
+        f"{_describe(others[0], host) if others else found} in program {host.name!r}",
         expected=f"ops of one megakernel: {', '.join(done)}",
         remedy="leave out megakernel=True: library ops do the others",
     )

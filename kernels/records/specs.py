@@ -7,7 +7,7 @@ words. Next on the walk: heads.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,7 @@ from distmega.kernels.isa.opcodes import (
 from distmega.kernels.records.heads import find_tiles, unit_of_first
 from distmega.program.dtypes import HALVES, INTEGER_BITS
 from distmega.program.expr import Expr
+from distmega.program.types import Op
 
 BODIES: frozenset[type[Instruction]] = frozenset(
     {
@@ -100,10 +101,10 @@ class RecordSpecs:
     each: tuple[RecordSpec, ...]
 
 
-def find_specs(encoded: Encoded) -> tuple[RecordSpecs, Words]:
+def find_specs(encoded: Encoded, ops: Sequence[Op] = ()) -> tuple[RecordSpecs, Words]:
     """The specs of a segment, and the number of each record's, [num_sms, longest queue].
 
-    UnsupportedError names an instruction without a body.
+    UnsupportedError names an instruction without a body. ops: by group, whose extents it tells.
     """
     numbers = np.full(encoded.queues.shape[:2], IDLE, dtype=np.int32)
     known: dict[RecordSpec, int] = {}
@@ -117,7 +118,8 @@ def find_specs(encoded: Encoded) -> tuple[RecordSpecs, Words]:
                 extra.append(instruction)
             elif not isinstance(instruction, NO_WORK):
                 if type(instruction) not in BODIES:
-                    raise _without_body(encoded.names[header.group], instruction)
+                    extents = ops[header.group].extents if ops else {}
+                    raise _without_body(encoded.names[header.group], extents, instruction)
                 spec = spec_of(instruction, extra, encoded.constants)
                 numbers[sm, at] = known.setdefault(spec, len(known))
                 extra = []
@@ -221,10 +223,14 @@ def _padded(extent: int) -> int:
     return max(16, 1 << (extent - 1).bit_length())
 
 
-def _without_body(name: str, instruction: Instruction) -> UnsupportedError:
+def _without_body(
+    name: str, extents: Mapping[str, int], instruction: Instruction
+) -> UnsupportedError:
     done = sorted(kind.__name__ for kind in BODIES)
+    shown = ", ".join(f"{axis} {extent}" for axis, extent in extents.items())
     return UnsupportedError(
-        f"op {name!r}, whose instruction {type(instruction).__name__} no kernel on GPUs has",
+        f"op {name!r}{shown and f' ({shown})'}, whose instruction {type(instruction).__name__} no"
+        " kernel on GPUs has",
         expected=f"instructions among {', '.join(done)}",
         remedy="leave out megakernel=True: library ops do the others",
     )

@@ -224,6 +224,10 @@ def test_what_no_kernel_does_is_named():
         compiled(program, megakernel=True)
     step = compiled(program, megakernel=False)
     assert "no megakernel: megakernel=False" in step.explain()
+    p = ProgramBuilder("shows")
+    program = p.build(p.transpose(p.input("x", (2, 8)), (1, 0), view=True))
+    with pytest.raises(UnsupportedError, match="views alone in program 'shows'"):
+        compiled(program, megakernel=True)
 
 
 def test_ranks_that_compile_otherwise_are_named_before_a_launch():
