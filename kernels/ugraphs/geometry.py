@@ -15,7 +15,8 @@ from itertools import product
 
 from distmega.errors import UnsupportedError, VerifyError
 from distmega.kernels.machines import MACHINES
-from distmega.kernels.ugraphs.source import LAZY_ELEMENTS, GraphLaunch, graph_source
+from distmega.kernels.ugraphs.accumulators import LAZY_ELEMENTS
+from distmega.kernels.ugraphs.source import GraphLaunch, graph_source
 from distmega.kernels.ugraphs.values import (
     HALVES,
     MATRIX_COLUMNS,

@@ -26,8 +26,8 @@ VECTOR_COST = 2.5
 
 SPLIT_COST = 100.0
 """Instructions an element of a product's operand that no 16-bit type holds: tensor cores take it as
-the sum of two (kernels/ugraphs/source.py), which come to them through shared memory. Measured, 16
-rows times their norm's weight in each of 128 blocks took 20 of 29 us.
+the sum of two (kernels/ugraphs/block_ops.py), which come to them through shared memory. Measured,
+16 rows times their norm's weight in each of 128 blocks took 20 of 29 us.
 """
 
 
