@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from distmega.errors import ProgramError
 from distmega.kernels.machines import H200
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
@@ -95,7 +96,23 @@ def gelu_mlp() -> Program:
     return p.build(linear(p, h, "down", 128, 256, bias=True) + x)
 
 
-FEW = (softmax_of_a_linear, mean_over_rows, sum_of_exponentials, attention_with_a_bias)
+def square_linear_residual() -> Program:
+    """x is read along the reduced axis and along the other one, of the same extent."""
+    p = ProgramBuilder("square_linear_residual")
+    x = p.input("x", (4, 128), DTYPE)
+    return p.build(x + linear(p, x, "w", 128, 128))
+
+
+def symmetric_sum() -> Program:
+    p = ProgramBuilder("symmetric_sum")
+    x = p.input("x", (64, 64), DTYPE)
+    return p.build(x + p.transpose(x, (1, 0)))
+
+
+FEW = (
+    softmax_of_a_linear, mean_over_rows, sum_of_exponentials, attention_with_a_bias,
+    square_linear_residual, symmetric_sum,
+)  # fmt: skip
 MORE = (
     layer_norm_linear, product_of_linears, swiglu_with_biases, residual_norm_linear,
     queries_keys_values, gelu_mlp,
@@ -134,6 +151,14 @@ def test_where_the_fastest_overflow_the_next_ones_are_proven():
     assert len(optimizer.rules) == 1
     assert optimizer.refused
     assert all("overflows" in refusal.reason for refusal in optimizer.refused)
+
+
+def test_what_an_op_computes_is_read_along_its_own_axes():
+    p = ProgramBuilder("p")
+    h = linear(p, p.input("x", (4, 64), DTYPE), "v", 128, 64)
+    program = p.build(h + linear(p, h, "w", 128, 128))
+    with pytest.raises(ProgramError, match="it reads 'linear_1' along two axes at once"):
+        Optimizer(program, H200, QUICK)
 
 
 def test_means_over_any_extent_are_proven():

@@ -8,6 +8,7 @@ superoptimizer doesn't know is refused by name. Next: lower.py and reference.py.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from distmega.errors import ProgramError
 from distmega.program.kinds import kind_of
@@ -94,6 +95,10 @@ def _has_bool_mask(program: Program, op: Op) -> bool:
     return len(op.reads) == 4 and program.tensor_map()[op.reads[3].tensor].dtype == "bool"
 
 
+_Dims = Sequence[tuple[int, ...]]
+"""Axes of each dim of a tensor, outer first, by the finder's numbers."""
+
+
 class _Finder:
     """Union-find over axes, each whole or divided into others, outer first."""
 
@@ -101,6 +106,17 @@ class _Finder:
         self.extents: list[int] = []
         self.names: list[str] = []
         self._into: list[tuple[int, ...]] = []
+
+    def copy(self) -> "_Finder":
+        """Its state now."""
+        found = _Finder()
+        found.restore(self)
+        return found
+
+    def restore(self, other: "_Finder") -> None:
+        """Takes the state of another."""
+        self.extents, self.names = [*other.extents], [*other.names]
+        self._into = [*other._into]
 
     def new(self, extent: int, name: str) -> tuple[int, ...]:
         """An axis of its own; none for an extent of 1."""
@@ -143,30 +159,32 @@ def find_axes(program: Program) -> Axes:
     """Names the axes of a program. ProgramError for an op outside the bounds."""
     check_program(program)
     finder = _Finder()
-    tensors: dict[str, list[tuple[int, ...]]] = {}
-    reads: dict[str, list[list[tuple[int, ...]]]] = {}
+    tensors: dict[str, _Dims] = {}
+    reads: dict[str, list[_Dims]] = {}
     ops: dict[str, dict[str, tuple[int, ...]]] = {}
-    roles = {tensor.name: tensor for tensor in program.tensors}
+    temps = {tensor.name for tensor in program.with_role("temp")}
     for op in program.ops:
         local: dict[str, tuple[int, ...]] = {}
-        found = []
-        for access in op.reads:
-            tensor = roles[access.tensor]
-            known = tensors.get(tensor.name)
-            if known is not None and not _binds(finder, op, access, local, known):
-                if tensor.role == "temp":
-                    raise unsupported(op, f"it reads {tensor.name!r} along two axes at once")
+        found: dict[int, _Dims] = {}
+        # inputs last: they can be read along other axes than before, what ops compute can't
+        for number, access in sorted(enumerate(op.reads), key=lambda x: x[1].tensor not in temps):
+            known = tensors.get(access.tensor)
+            operands = [*chain.from_iterable(reads.values()), *found.values()]
+            if known is not None and not _try_binds(finder, op, access, local, known, operands):
+                if access.tensor in temps:
+                    raise unsupported(op, f"it reads {access.tensor!r} along two axes at once")
                 known = None
             if known is None:
                 known = _fresh(finder, op, access, local)
-                tensors.setdefault(tensor.name, known)
-            found.append(known)
+                tensors.setdefault(access.tensor, known)
+            found[number] = known
         for axis in op.axes:
             if axis.name not in local:
                 local[axis.name] = finder.new(axis.extent, axis.name)
         if op.kind in ROW_KINDS and not finder.unify(local["d"], local["r"]):
             raise unsupported(op, "its row is divided in two ways")
-        reads[op.name], ops[op.name] = found, local
+        reads[op.name] = [found[number] for number in range(len(op.reads))]
+        ops[op.name] = {name: local[name] for name in _in_order(op)}
         tensors[op.writes[0].tensor] = [
             tuple(axis for name in index.axes for axis in local[name])
             for index in op.writes[0].dims
@@ -174,12 +192,45 @@ def find_axes(program: Program) -> Axes:
     return _named(finder, program, ops, reads, tensors)
 
 
+def _in_order(op: Op) -> Iterable[str]:
+    """Local axes, as reads name them, then the others."""
+    named = (name for access in op.reads for index in access.dims for name in index.axes)
+    return dict.fromkeys([*named, *(axis.name for axis in op.axes)])
+
+
+def _try_binds(
+    finder: _Finder,
+    op: Op,
+    access: Access,
+    local: dict[str, tuple[int, ...]],
+    known: _Dims,
+    operands: Iterable[_Dims],
+) -> bool:
+    """As _binds; changes nothing where it can't be, also because two dims of one of the operands
+    would run along one axis.
+    """
+    saved, before = finder.copy(), dict(local)
+    if _binds(finder, op, access, local, known) and not any(
+        _repeats(finder, dims) for dims in (known, *operands)
+    ):
+        return True
+    finder.restore(saved)
+    local.clear()
+    local.update(before)
+    return False
+
+
+def _repeats(finder: _Finder, dims: _Dims) -> bool:
+    axes = [axis for dim in dims for axis in finder.resolve(dim)]
+    return len({*axes}) < len(axes)
+
+
 def _binds(
     finder: _Finder,
     op: Op,
     access: Access,
     local: dict[str, tuple[int, ...]],
-    known: Sequence[tuple[int, ...]],
+    known: _Dims,
 ) -> bool:
     """Whether a tensor whose dims are known can be read so, axis by axis; notes it if it can."""
     mixes = contracts(op) or kind_of(op).mixes_values
@@ -200,7 +251,7 @@ def _keeps_apart(
     finder: _Finder,
     access: Access,
     local: Mapping[str, tuple[int, ...]],
-    known: Sequence[tuple[int, ...]],
+    known: _Dims,
 ) -> bool:
     """Whether no axis of the tensor is already another axis of this op."""
     for index, dim in zip(access.dims, known, strict=True):
