@@ -20,6 +20,7 @@ from torch import Tensor
 
 from distmega.errors import LostPeerError, RankFailure
 from distmega.hostir.comm.collectives import Collectives, CommHandle, Mailbox, copy_into, token
+from distmega.hostir.comm.groups import close_left, close_with, left_groups
 from distmega.hostir.comm.plain import Plain, decode_plain, encode_plain, gather_bytes
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -257,17 +258,22 @@ class TeamCommunicator(Collectives):
 class GlooCommunicator(TeamCommunicator):
     """Teams of CPU processes over gloo. Every rank of the mesh makes one, at the same point of its
     program. wait_s bounds a wait for tensors or a signal; values that ranks tell each other between
-    programs, and barriers, may take timeout_s, since ranks load and plan at their own pace.
+    programs, and barriers, may take timeout_s, since ranks load and plan at their own pace. Once it
+    is gone its threads and sockets are too, as soon as the ranks make another one (groups.py).
     """
 
     def __init__(
         self, mesh: DeviceMesh, rank: int, timeout_s: float = 300.0, wait_s: float | None = None
     ) -> None:
+        left = left_groups()
         super().__init__(mesh, rank, "gloo", timeout_s)
         self._wait_limit = timedelta(seconds=timeout_s if wait_s is None else wait_s)
         self._signals: list[dist.Work] = []
         with self._guard("set-up", ""):
             self._world = _new_group(mesh.ranks, "gloo", timeout_s)
+        close_with(self, [*filter(None, self._groups.values()), self._world])
+        self.barrier()
+        close_left(left, mesh.ranks)
 
     def _await(self, work: dist.Work) -> None:
         work.wait(self._wait_limit)

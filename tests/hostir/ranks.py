@@ -1,5 +1,6 @@
 """What each process of a multi-rank test runs. An assertion that fails in one ends the test."""
 
+import gc
 import os
 import pickle
 from datetime import timedelta
@@ -12,6 +13,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from distmega.compiled import compile_plan
+from distmega.engine.ranks.context import RankContext
 from distmega.errors import RankFailure
 from distmega.hostir.check.check import check_host
 from distmega.hostir.comm import communicator
@@ -90,6 +93,37 @@ def run_all_checks(rank: int, num_ranks: int) -> None:
         check_grid(rank)
     check_programs(comm)
     comm.barrier()
+
+
+def open_often(rank: int, num_ranks: int) -> None:
+    """Programs that are compiled and dropped leave no threads and no sockets; one that is kept
+    runs on, whatever is closed beside it.
+    """
+    plan = plan_program(attention_block(5), DeviceMesh(tp=num_ranks), CPU)
+    context = RankContext(
+        rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks, node="here",
+        backend="gloo", device="cpu",
+    )  # fmt: skip
+    wholes = block_tensors(5)
+    kept = compile_plan(plan, context)
+    parts = kept.parts(wholes)
+    expected, *_ = kept(parts).values()
+    used = []
+    for number in range(40):
+        step = compile_plan(plan, context)
+        if number % 10 == rank:
+            gc.collect()  # at other times on other ranks
+        if number % 10 == 9:
+            found, *_ = step(parts).values()
+            assert torch.equal(found, expected)
+            used.append(len(os.listdir("/proc/self/task")) + len(os.listdir("/proc/self/fd")))
+    found, *_ = kept(parts).values()
+    assert torch.equal(found, expected)
+    assert used[-1] <= used[0] + 3, used
+    mesh = DeviceMesh(dp=num_ranks // 2, tp=2) if num_ranks > 2 else DeviceMesh(tp=2)
+    for _ in range(3):
+        comm = GlooCommunicator(mesh, rank)
+        assert comm.all_gather_object(rank, "tp") == [*mesh.team("tp", rank)]
 
 
 def check_values(comm: GlooCommunicator) -> None:

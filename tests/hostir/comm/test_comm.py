@@ -17,6 +17,11 @@ def test_exchanges_and_programs(num_ranks: int, tmp_path: Path):
     spawn("run_all_checks", num_ranks, tmp_path)
 
 
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_programs_that_are_gone_leave_no_threads_and_sockets(num_ranks: int, tmp_path: Path):
+    spawn("open_often", num_ranks, tmp_path)
+
+
 def test_a_lost_peer_is_reported(tmp_path: Path):
     spawn("lose_a_peer", 2, tmp_path)
 
