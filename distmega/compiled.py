@@ -33,7 +33,7 @@ from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.cuda_graph import CapturedHost, capture_on_ranks, shared_memory
 from distmega.hostir.run.deadline import Deadline
-from distmega.hostir.run.evaluator import Evaluator
+from distmega.hostir.run.evaluator import Evaluator, KernelRunner
 from distmega.hostir.run.graph_breaks import tensor_breaks
 from distmega.hostir.run.host_cost import explain_host
 from distmega.hostir.run.timeline import Timeline
@@ -116,67 +116,27 @@ class CompiledProgram:
         faster, or at all, else by kernels of the rules' own; by default the shipped ones on GPUs,
         none on CPUs. RequestError for a device that this machine hasn't.
         """
-        if not (isinstance(megakernel, bool) or megakernel == "auto"):
-            raise ProgramError(
-                f"megakernel={megakernel!r}",
-                expected='True, False or "auto"',
-                remedy="leave it out for a kernel where one can do the program",
-            )
-        if rules is not None and not all(isinstance(rule, RewriteRule) for rule in rules):
-            raise ProgramError(
-                f"rules {rules!r:.80}",
-                expected="a sequence of RewriteRule",
-                remedy="read them with read_rules of distmega.superopt.rules",
-            )
+        _require_choices(megakernel, rules)
         self.plan, self.comm, self.device = plan, comm, find_device(device)
         on_gpu = self.device.type == "cuda"
         shipped = shipped_rules() if on_gpu else ()
         self._rules = shipped if rules is None else tuple(rules)
         local = localize(plan)
-        peers = isinstance(comm, NcclCommunicator)
         self._whole, self._no_kernel = self._plan_kernel(local, megakernel, warm=warm)
-        if peers and not self._whole and len({*comm.all_gather_object(socket.gethostname())}) == 1:
+        if not self._whole and _reaches_peers(comm):
             local = pair_for_library(local, plan)
         self._pairs = () if self._whole else local.fused
-        self.host: HostProgram = (
-            self._whole.host
-            if self._whole
-            else run_passes(
-                lower_program(
-                    local,
-                    megakernel=False,
-                    peer_memory=peers,
-                    fuse=on_gpu,
-                    rules=self._rules,
-                    is_usable=pays if on_gpu else None,
-                )
-            )
-        )
+        self.host = self._whole.host if self._whole else self._lower(local)
         prove_once(self.host)
         if plan.mesh.num_ranks > 1 and (isinstance(comm, TeamCommunicator) or self._whole):
             require_equal(comm, f"program {plan.program.name!r}", self._fingerprints())
-        kernel = open_whole(self._whole, comm, self.device) if self._whole else None
-        self._kernel = kernel
+        self._kernel = kernel = open_whole(self._whole, comm, self.device) if self._whole else None
         states = {tensor.name for tensor in local.program.with_role("state")}
         self._copied_states = states if kernel and not warm else set()
-        self._held: Mapping[str, Tensor] = (
-            {n: x for n, x in kernel.tensors.items() if n not in self._copied_states}
-            if kernel
-            else {}
-        )
+        lying = kernel.tensors if kernel else {}
+        self._held = {name: x for name, x in lying.items() if name not in self._copied_states}
         self._domains, self._at = local.allocations, plan.mesh.coordinate(comm.rank)
-        self._evaluator = Evaluator(
-            self.host,
-            comm,
-            {self.host.segments[0].name: kernel.with_copied(self._copied_states)} if kernel else {},
-            device,
-            ops=(
-                KernelOps(masked=on_gpu, rules=self._rules, device=self.device)
-                if on_gpu or self._rules
-                else None
-            ),
-            matmuls=PeerMatmuls(comm) if isinstance(comm, NcclCommunicator) else None,
-        )
+        self._evaluator = self._make_evaluator()
         self._bound: dict[str, Tensor] = {}
         self._known: dict[str, Tensor] = {}
         """What changes nothing where a call brings it: what is bound, or was copied there."""
@@ -307,6 +267,30 @@ class CompiledProgram:
                 remedy="fill it by load(), or compile with megakernel=False",
             )
         return held.copy_(x)
+
+    def _lower(self, local: LocalProgram) -> HostProgram:
+        """The program by library ops, on GPUs by the kernels of rules that pay too."""
+        on_gpu = self.device.type == "cuda"
+        host = lower_program(
+            local,
+            megakernel=False,
+            peer_memory=isinstance(self.comm, NcclCommunicator),
+            fuse=on_gpu,
+            rules=self._rules,
+            is_usable=pays if on_gpu else None,
+        )
+        return run_passes(host)
+
+    def _make_evaluator(self) -> Evaluator:
+        """What runs the host program, with the kernel if there is one."""
+        on_gpu, kernels = self.device.type == "cuda", dict[str, KernelRunner]()
+        if self._kernel:
+            kernels[self.host.segments[0].name] = self._kernel.with_copied(self._copied_states)
+        ops = None
+        if on_gpu or self._rules:
+            ops = KernelOps(masked=on_gpu, rules=self._rules, device=self.device)
+        matmuls = PeerMatmuls(self.comm) if isinstance(self.comm, NcclCommunicator) else None
+        return Evaluator(self.host, self.comm, kernels, str(self.device), ops=ops, matmuls=matmuls)
 
     def _plan_kernel(
         self, local: LocalProgram, megakernel: Megakernels, *, warm: bool
@@ -604,6 +588,29 @@ class _StateGuard:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._has_states and isinstance(error, HangError | RankFailure):
             self.fault = f"{type(error).__name__}: {error.found}"
+
+
+def _require_choices(megakernel: object, rules: Sequence[object] | None) -> None:
+    """ProgramError for arguments of other types than CompiledProgram takes."""
+    if not (isinstance(megakernel, bool) or megakernel == "auto"):
+        raise ProgramError(
+            f"megakernel={megakernel!r}",
+            expected='True, False or "auto"',
+            remedy="leave it out for a kernel where one can do the program",
+        )
+    if rules is not None and not all(isinstance(rule, RewriteRule) for rule in rules):
+        raise ProgramError(
+            f"rules {rules!r:.80}",
+            expected="a sequence of RewriteRule",
+            remedy="read them with read_rules of distmega.superopt.rules",
+        )
+
+
+def _reaches_peers(comm: Communicator) -> bool:
+    """Whether all ranks are GPUs of one host; they ask together."""
+    if not isinstance(comm, NcclCommunicator):
+        return False
+    return len({*comm.all_gather_object(socket.gethostname())}) == 1
 
 
 def _is_same(one: Tensor, other: object) -> bool:
