@@ -144,10 +144,12 @@ class DeviceMesh:
 
 def _flatten(ranks: Nested) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and row-major elements of a nested list."""
-    if isinstance(ranks, int):
+    if type(ranks) is int:
         return (), (ranks,)
+    if isinstance(ranks, int | str) or not isinstance(ranks, Sequence) or not ranks:
+        raise _bad(f"ranks {ranks}", "a rectangular nested list of ranks")
     parts = [_flatten(part) for part in ranks]
-    if not parts or any(shape != parts[0][0] for shape, _ in parts):
+    if any(shape != parts[0][0] for shape, _ in parts):
         raise _bad(f"ranks {ranks}", "a rectangular nested list of ranks")
     return (len(parts), *parts[0][0]), tuple(rank for _, flat in parts for rank in flat)
 
