@@ -118,6 +118,9 @@ class CompiledProgram:
         """
         _require_choices(megakernel, rules)
         self.plan, self.comm, self.device = plan, comm, find_device(device)
+        if plan.mesh.num_ranks > 1 and isinstance(comm, TeamCommunicator):
+            asked = f"{megakernel} {replay} {warm} {self.device.type}"
+            require_equal(comm, f"program {plan.program.name!r}", [asked])
         on_gpu = self.device.type == "cuda"
         shipped = shipped_rules() if on_gpu else ()
         self._rules = shipped if rules is None else tuple(rules)
@@ -236,6 +239,7 @@ class CompiledProgram:
         check_mapping(tensors)
         for name, x in tensors.items():
             self._check_given(name, x)
+        self._check_apart({**self._bound, **tensors})
         held = {name: self._hold(name, x) for name, x in tensors.items()}
         if self._captured is not None:
             torch.cuda.synchronize(self.device)
@@ -423,6 +427,11 @@ class CompiledProgram:
             torch.zeros(1, device=self.device)
         for name in inputs.keys() & self._bound.keys():
             self._bound[name].copy_(inputs[name].detach())
+        updated = {self._bound[name].untyped_storage().data_ptr() for name in self._states}
+        inputs = {
+            name: x.clone() if x.untyped_storage().data_ptr() in updated else x
+            for name, x in inputs.items()
+        }
         outputs = (evaluator or self._evaluator).run({**inputs, **self._bound})
         self._num_compilations += num_compiled() - before
         return outputs
@@ -532,6 +541,23 @@ class CompiledProgram:
                 expected=f"{buffer.dtype}{list(buffer.shape)}",
                 remedy="pass every input, weight and state of this rank by name",
             )
+
+    def _check_apart(self, tensors: Mapping[str, Tensor]) -> None:
+        """ProgramError for states of which an update would change others, or more of themselves."""
+        last, stop = "", 0
+        for name in sorted(self._states & tensors.keys(), key=lambda n: tensors[n].data_ptr()):
+            x = tensors[name]
+            if not x.numel():
+                continue
+            repeats = any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True))
+            if repeats or x.data_ptr() < stop:
+                raise ProgramError(
+                    f"state {name!r} in memory that it shares with {(name if repeats else last)!r}",
+                    expected="memory of its own for every state",
+                    remedy="give each a tensor of its own",
+                )
+            last = name
+            stop = x.data_ptr() + (x.nbytes if x.is_contiguous() else x.element_size())
 
     def _check_name(self, name: str) -> None:
         if name not in self._given:

@@ -108,6 +108,41 @@ def test_what_does_not_fit_is_refused(
     assert torch.equal(tensors["s"], torch.ones(2, 4)), "a refused call changes nothing"
 
 
+def two_states() -> CompiledProgram:
+    """s += x, t += x, y = s + x after that."""
+    p = distmega.ProgramBuilder("two")
+    x, s, t = p.input("x", (2, 4)), p.state("s", (2, 4)), p.state("t", (2, 4))
+    p.set(p.pointwise("a0 + a1", s, x), into=s)
+    p.set(p.pointwise("a0 + a1", t, x), into=t)
+    program = p.build(p.pointwise("a0 + a1", s, x, name="y"))
+    return CompiledProgram(
+        distmega.plan_program(program, ONE, distmega.CPU), SingleCommunicator(ONE)
+    )
+
+
+def test_states_have_memory_of_their_own():
+    """An update of one would be one of another, or of more elements."""
+    step, x, whole = two_states(), torch.ones(2, 4), torch.zeros(3, 4)
+    for s, t in (
+        (whole[:2], whole[:2]),
+        (whole[:2], whole[1:]),
+        (whole[:2], torch.zeros(2, 4)[:, :1].expand(2, 4)),
+    ):
+        with pytest.raises(ProgramError, match=r"in memory that it shares with '[st]'"):
+            step({"x": x, "s": s, "t": t})
+    assert not whole.any()
+    rows = torch.zeros(4, 2, 4)
+    step({"x": x, "s": rows[:, 0][:2], "t": rows[:, 1][:2]})
+    assert torch.equal(rows[:2], torch.ones(2, 2, 4))
+
+
+def test_an_input_in_the_memory_of_a_state_is_what_it_was_before_the_call():
+    step, s = two_states(), torch.ones(2, 4)
+    (y,) = step({"x": s, "s": s, "t": torch.zeros(2, 4)}).values()
+    assert torch.equal(s, torch.full((2, 4), 2.0))
+    assert torch.equal(y, torch.full((2, 4), 3.0))
+
+
 def test_other_tensors_are_bound_by_name_and_captured_anew(graphs: list[Graph]):
     step, tensors = compile_counter(), given()
     step(tensors)

@@ -244,20 +244,31 @@ def test_ranks_that_compile_otherwise_are_named_before_a_launch():
 
 
 class Told(GlooCommunicator):
-    """Rank 0 of two, of which the other one tells what is given."""
+    """Rank 0 of two, of which the other one tells what is given in turn, then the same."""
 
-    def __init__(self, theirs: list[str]) -> None:
-        self.mesh, self.rank, self.theirs = DeviceMesh(tp=2), 0, theirs
+    def __init__(self, *theirs: list[str]) -> None:
+        self.mesh, self.rank, self.theirs = DeviceMesh(tp=2), 0, [*theirs]
 
     def all_gather_object(self, value: Any, axis: str = "") -> list[Any]:
-        return [value, self.theirs or value]
+        return [value, self.theirs.pop(0) if self.theirs else value]
 
 
 def test_programs_of_library_ops_are_compared_too():
     plan = plan_program(gated("a0 * a1"), DeviceMesh(tp=2), CPU)
-    CompiledProgram(plan, Told([]))
+    CompiledProgram(plan, Told())
+    asked = ["auto True False cpu"]
     with pytest.raises(LaunchError, match=r"ranks \[1\] compiled program 'gated' otherwise"):
-        CompiledProgram(plan, Told(["another plan", "another program", ""]))
+        CompiledProgram(plan, Told(asked, ["another plan", "another program", ""]))
+
+
+@pytest.mark.parametrize("megakernel", [False, True, "auto"])
+def test_ranks_that_ask_for_other_kernels_are_named_at_once(megakernel):
+    """What else they tell each other depends on that."""
+    plan = plan_program(gated("a0 * a1"), DeviceMesh(tp=2), CPU)
+    told = Told([f"{megakernel is False} True False cpu"])
+    with pytest.raises(LaunchError, match=r"ranks \[1\] compiled program 'gated' otherwise"):
+        CompiledProgram(plan, told, megakernel=megakernel)
+    assert not told.theirs
 
 
 def test_kernels_of_equal_programs_have_equal_fingerprints():

@@ -63,8 +63,8 @@ def require_equal(comm: Communicator, what: str, mine: Sequence[str]) -> None:
         raise LaunchError(
             f"ranks {differing} compiled {what} otherwise than rank {first}",
             expected="the same plan, host program and kernels on every rank",
-            remedy="run the same version of distmega, with the same program, rules and measured "
-            "times, on every rank",
+            remedy="run the same version of distmega, with the same program, options, rules and "
+            "measured times, on every rank",
         )
 
 
