@@ -354,7 +354,8 @@ class ProgramBuilder:
 
     def gather_rows(self, x: Handle, routing: Routing, name: str = "") -> Handle:
         """Rows of x [m, ...], sorted by group: [m * c, ...]."""
-        name, slots = self._name(name, "gather_rows"), self._own(routing.slots)
+        slots = self._own(_routing(routing).slots)
+        name = self._name(name, "gather_rows")
         operands = (self._own(x), self._own(routing.order), self._own(routing.offsets))
         return self._add(experts.gather_rows(name, *operands, slots.shape))
 
@@ -362,7 +363,7 @@ class ProgramBuilder:
         """Each row of x [p, k], sorted by group, times the matrix of its group of w [e, n, k]: [p,
         n].
         """
-        name, rows = self._name(name, "grouped_linear"), routing.slots.shape[0]
+        rows, name = _routing(routing).slots.shape[0], self._name(name, "grouped_linear")
         operands = (self._own(x), self._own(w), self._own(routing.offsets))
         return self._add(experts.grouped_linear(name, *operands, rows))
 
@@ -370,7 +371,7 @@ class ProgramBuilder:
         self, text: str, *args: Handle, routing: Routing, name: str = ""
     ) -> Handle:
         """As pointwise, of equal shapes [p, ...] whose rows are sorted by group."""
-        name, rows = self._name(name, "pointwise"), routing.slots.shape[0]
+        rows, name = _routing(routing).slots.shape[0], self._name(name, "pointwise")
         operands = [self._own(each) for each in args]
         return self._add(
             experts.grouped_pointwise(name, text, operands, self._own(routing.offsets), rows)
@@ -380,7 +381,7 @@ class ProgramBuilder:
         """Rows of y [m * c, n], sorted by group, each times its weight of weights [m, c], added up
         in the row that it came from: [m, n].
         """
-        name = self._name(name, "scatter_add")
+        routing, name = _routing(routing), self._name(name, "scatter_add")
         operands = (y, weights, routing.slots, routing.offsets)
         return self._add(experts.scatter_add(name, *map(self._own, operands)))
 
@@ -524,3 +525,14 @@ class ProgramBuilder:
     def _overwrite(self, op: Op, into: Handle) -> Handle:
         self._ops[op.name] = op
         return into
+
+
+def _routing(found: object) -> Routing:
+    """ProgramError for what route did not give."""
+    if not isinstance(found, Routing):
+        raise ProgramError(
+            f"routing {found!r:.60}, of type {type(found).__name__}",
+            expected="what route gives",
+            remedy="call it for the groups' ids first",
+        )
+    return found

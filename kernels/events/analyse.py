@@ -12,6 +12,7 @@ kernels/tasks/graph.py, seen in coordinates of groups and rows where the data de
 from collections.abc import Iterable, Mapping
 
 from distmega.errors import ProgramError
+from distmega.kernels.events.arguments import require, require_count
 from distmega.kernels.events.fit import event_coordinates, fit_map
 from distmega.kernels.events.graph import EventGraph, TaskGrid
 from distmega.kernels.events.grouped import ungroup
@@ -51,8 +52,9 @@ def analyse_events(
     dim) whose extent is known only at run time, the program's being the most. num_ranks: of the
     team that runs the program together. ProgramError for tiles of what isn't there.
     """
-    if type(num_ranks) is not int or num_ranks < 1:
-        raise ProgramError(f"{num_ranks!r} ranks", expected="at least 1", remedy="give the team's")
+    require(program, Program, "program", "what a ProgramBuilder builds")
+    require_tilings(tilings)
+    require_count(num_ranks, "num_ranks")
     spread = spread_symbols(program, symbols or {})
     stated = [op for op in program.ops if not op.is_view]
     grids = tuple(make_grid(op, tilings.get(op.name, _by_rank(op)), spread) for op in stated)
@@ -84,6 +86,14 @@ def analyse_events(
     return verify_events(graph)
 
 
+def require_tilings(tilings: Tilings) -> None:
+    """ProgramError for what is no mapping of mappings."""
+    expected = "tiles by axis, by op"
+    require(tilings, Mapping, "tilings", expected)
+    for op, tiles in tilings.items():
+        require(tiles, Mapping, f"tilings of {op!r}", expected)
+
+
 def _by_rank(op: Op) -> dict[str, int]:
     """Tiles of a collective of which nothing is said: each rank's part."""
     ranks = kind_of(op).communicates and RANK_AXIS in op.extents
@@ -92,8 +102,12 @@ def _by_rank(op: Op) -> dict[str, int]:
 
 def choose_tilings(program: Program, num_sms: int, *, rows: int = 16) -> dict[str, dict[str, int]]:
     """Tiles of all ops of a program, about `num_sms` an op: groups one by one, their rows `rows` at
-    a time, collectives whole, other ops as kernels/tasks cuts them.
+    a time, collectives whole, other ops as kernels/tasks cuts them. ProgramError for what is no
+    program and no number.
     """
+    require(program, Program, "program", "what a ProgramBuilder builds")
+    require_count(num_sms, "num_sms")
+    require_count(rows, "rows")
     found: dict[str, dict[str, int]] = {}
     for group in tile_segment(program, num_sms, min_task_bytes=1, row_multiple=1):
         op, index = group.op, grouped_index(group.op)

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from distmega.errors import ProgramError
+from distmega.kernels.events.arguments import require
 from distmega.kernels.events.fit import Grid, grid_coordinates
 from distmega.kernels.events.symbols import AxisSymbols, spread_symbols
 from distmega.kernels.events.values import (
@@ -221,11 +222,12 @@ class EventGraph:
         outside its bounds, for one or an op that there isn't, and for starts of other groups.
         """
         self._require(known)
-        if op and op not in self.grid_of:
+        if op not in ("", *self.grid_of):
             raise _no_tasks(op, self.program)
         return [task for task in self.all_tasks() if op in ("", task[0]) and self.runs(task, known)]
 
     def _require(self, known: RunTime) -> None:
+        require(known, RunTime, "known", "a RunTime")
         for name, given in known.symbols.items():
             if name not in self.symbols:
                 raise ProgramError(

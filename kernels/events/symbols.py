@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 from distmega.errors import ProgramError
+from distmega.kernels.events.arguments import require
 from distmega.program.types import Access, Index, Op, Program, accesses
 
 AxisSymbols = dict[str, dict[str, str]]
@@ -19,16 +20,25 @@ def spread_symbols(program: Program, symbols: Mapping[str, tuple[str, int]]) -> 
     """ProgramError for a dim that the program lacks, or that two symbols meet in, and for sums over
     what a symbol ends in the middle of.
     """
+    require(symbols, Mapping, "symbols", "(tensor, dim) by name of the symbol")
     tensors = program.tensor_map()
     dims: dict[tuple[str, int], str] = {}
-    for symbol, (tensor, dim) in symbols.items():
-        if not re.fullmatch(r"\w+", symbol):
+    for symbol, place in symbols.items():
+        if not isinstance(place, tuple) or len(place) != 2:
+            raise ProgramError(
+                f"symbol {symbol!r} for {place!r:.60}",
+                expected="a pair (tensor, dim)",
+                remedy="name the tensor and the dim whose extent it is",
+            )
+        tensor, dim = place
+        if not isinstance(symbol, str) or not re.fullmatch(r"\w+", symbol):
             raise ProgramError(
                 f"symbol {symbol!r}",
                 expected="letters, digits and underscores, so that it can be printed",
                 remedy="give it another name",
             )
-        dims_there = range(len(tensors[tensor].shape)) if tensor in tensors else ()
+        known = tensors.get(tensor) if isinstance(tensor, str) else None
+        dims_there = range(len(known.shape)) if known else ()
         if type(dim) is not int or dim not in dims_there:
             raise ProgramError(
                 f"symbol {symbol!r} for dim {dim!r} of {tensor!r}",

@@ -17,6 +17,7 @@ import ast
 import re
 
 from distmega.errors import ParseError
+from distmega.kernels.events.arguments import require
 from distmega.kernels.events.graph import EventGraph, GridDim, GroupRows, TaskGrid
 from distmega.kernels.events.grouped import ungroup
 from distmega.kernels.events.values import (
@@ -33,6 +34,7 @@ from distmega.program.types import Program
 
 def print_events(graph: EventGraph) -> str:
     """One line for each symbol, op with tasks, and event tensor."""
+    require(graph, EventGraph, "graph", "what analyse_events gives")
     lines = [f"events {graph.program.name}"]
     for name, (tensor, dim) in graph.symbol_dims.items():
         lines.append(f"  symbol {name}: {graph.symbols[name]} of {tensor}.{dim}")
@@ -120,8 +122,10 @@ _TARGET = re.compile(rf"({_NAME})\(((?:[^()]|\([^()]*\))*)\) ?")
 
 def parse_events(text: str, program: Program) -> EventGraph:
     """Reads the printed form back, of this program; ParseError names the line that does not fit,
-    VerifyError what its maps contradict.
+    VerifyError what its maps contradict, ProgramError what is no text and no program.
     """
+    require(text, str, "text", "what print_events gives")
+    require(program, Program, "program", "what a ProgramBuilder builds")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or lines[0] != f"events {program.name}":
         raise _unreadable(lines[0] if lines else text)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from distmega.errors import ProgramError
+from distmega.kernels.events.arguments import require
 
 Coordinates = tuple[int, ...]
 
@@ -133,6 +134,12 @@ class RunTime:
     symbols: Mapping[str, int] = field(default_factory=dict)
     starts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     at: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """ProgramError for what isn't by name."""
+        require(self.symbols, Mapping, "symbols", "values by name of the symbol")
+        require(self.starts, Mapping, "starts", "starts of groups by name of their tensor")
+        require(self.at, Mapping, "at", "coordinates by mesh axis")
 
     def symbol(self, name: str) -> int:
         """The value of a symbol; ProgramError if it has none."""

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Literal, get_args
 
 from distmega.errors import ProgramError
+from distmega.kernels.events.arguments import require, require_count
 from distmega.kernels.events.graph import EventGraph, EventId, TaskGrid, TaskId
 from distmega.kernels.events.queues.cost import drains_faster, total_rows
 
@@ -78,8 +79,8 @@ def assign_tasks(graph: EventGraph, num_sms: int, dynamic: Dynamic = "auto") -> 
     than those of Dynamic, or for regions to be drained across ranks, where each would have to know
     what the others took.
     """
-    if type(num_sms) is not int or num_sms < 1:
-        raise ProgramError(f"{num_sms!r} SMs", expected="at least 1", remedy="give more")
+    require(graph, EventGraph, "graph", "what analyse_events gives")
+    require_count(num_sms, "num_sms")
     if dynamic not in get_args(Dynamic):
         raise ProgramError(
             f"dynamic {dynamic!r}",

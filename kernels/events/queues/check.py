@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from distmega.errors import CheckError
+from distmega.kernels.events.arguments import require
 from distmega.kernels.events.graph import TaskId
 from distmega.kernels.events.queues.assign import Drain, Entry, Queues, graph_writers, starts_read
 from distmega.kernels.events.queues.knowledge import Knowledge
@@ -29,6 +30,7 @@ def check_queues(queues: Queues) -> None:
     have the same queues; what a task reads of another rank it must await itself, since it knows
     nothing of that rank's order.
     """
+    require(queues, Queues, "queues", "what make_queues gives")
     _check_order(queues)
     knowledge = Knowledge(queues)
     graph = queues.graph

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from distmega.errors import CheckError, HangError, ProgramError
 from distmega.hostir.library.torch_types import describe, fits
+from distmega.kernels.events.arguments import require
 from distmega.kernels.events.graph import EventGraph, EventId, TaskId
 from distmega.kernels.events.queues.assign import Drain, Entry, Queues, graph_writers
 from distmega.kernels.events.queues.reference import TileReference
@@ -60,8 +61,13 @@ def run_ranks(
     seed: int = 0,
 ) -> list[LaunchRecord]:
     """One launch on every rank of a mesh of one axis, each as far ahead of the others as events
-    allow. given: of each rank, in mesh order. As run_queues.
+    allow. given: of each rank, in mesh order. As run_queues. ProgramError for what doesn't fit the
+    program.
     """
+    require(queues, Queues, "queues", "what make_queues gives")
+    require(given, Sequence, "given", "tensors by name, of each rank")
+    require(mesh, DeviceMesh, "mesh", "the mesh that the program was planned for")
+    require(seed, int, "seed", "a whole number")
     if any(event.sources == "axis" for event in queues.graph.events):
         raise ProgramError(
             "tasks of an all-gather cut by source, on virtual SMs",
@@ -301,6 +307,7 @@ def _require_given(graph: EventGraph, given: Mapping[str, Tensor]) -> None:
     """ProgramError for an input or weight that is missing, a tensor of another shape or dtype, and
     a name that the program has no input, weight or state of.
     """
+    require(given, Mapping, "given", "tensors by name")
     known = {tensor.name: tensor for tensor in graph.program.tensors if tensor.role != "temp"}
     if unknown := [name for name in given if name not in known]:
         raise ProgramError(

@@ -398,7 +398,7 @@ def test_formulas_of_uneven_tiles():
         ({"C": {"k": 4}}, {}, "tiles of 4 along axis 'k' of op 'C'"),
         ({"P": {"i0": 1.5}}, {}, "tiles of 1.5 along axis 'i0'"),
         ({"P": {"i0": "2"}}, {}, "tiles of '2' along axis 'i0'"),
-        ({}, {"num_ranks": 0}, "0 ranks"),
+        ({}, {"num_ranks": 0}, "num_ranks 0; expected"),
         ({}, {"symbols": {"B": ("x", 7)}}, "symbol 'B' for dim 7 of 'x'"),
         ({}, {"symbols": {"B": ("x", 0.0)}}, "symbol 'B' for dim 0.0 of 'x'"),
         ({}, {"symbols": {"rows of x": ("x", 0)}}, "symbol 'rows of x'; expected letters"),

@@ -426,7 +426,7 @@ def test_a_hang_names_who_waits_and_who_owes():
 
 
 def test_a_queue_for_nobody():
-    with pytest.raises(ProgramError, match="0 SMs"):
+    with pytest.raises(ProgramError, match="num_sms 0; expected a whole number of at least 1"):
         make_queues(queues_of(4, 2, 3, "never").graph, 0)
 
 
