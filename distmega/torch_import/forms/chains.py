@@ -4,8 +4,8 @@ In: a draft. Out: the same with one op in place of those whose results it alone 
 `normalise`; next on the walk: views.py.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from distmega.kernels.tasks.fuse import substitute
 from distmega.program import expr
@@ -24,50 +24,65 @@ def join_chains(draft: Draft) -> None:
     producers, users = draft.producers(), draft.users()
     num_users = {name: len(ops) for name, ops in users.items()}
     changes: dict[str, list[Op]] = {}
-    gone: set[str] = set()
     for op in reversed(draft.ops):
-        if op.name in gone or not _is_chain(draft, op):
+        if op.name in changes or not _is_chain(draft, op):
             continue
-        out = draft.tensors[op.writes[0].tensor]
-        names = [read.tensor for read in op.reads]
-        tree = expr.parse(str(op.attr("expr")))
-        joined = False
-        position = 0
-        while position < len(names):
-            before = producers.get(names[position])
-            fits = (
-                before is not None
-                and _is_chain(draft, before)
-                and num_users[names[position]] == 1
-                and names[position] not in draft.outputs
-                and draft.tensors[names[position]].shape == out.shape
-            )
-            if before is None or not fits:
-                position += 1
-                continue
-            inner = [read.tensor for read in before.reads]
-            merged = [*names[:position], *names[position + 1 :]]
-            merged += [name for name in inner if name not in merged]
-            at = {name: expr.Arg(n) for n, name in enumerate(merged)}
-            deep = substitute(expr.parse(str(before.attr("expr"))), [at[name] for name in inner])
-            found = substitute(
-                tree, [deep if n == position else at[name] for n, name in enumerate(names)]
-            )
-            if len(str(found)) > MAX_CHARS:
-                position += 1
-                continue
-            for name in inner:
-                if name in names:
-                    num_users[name] -= 1
-            tree, names, position, joined = found, merged, 0, True
-            gone.add(before.name)
-            changes[before.name] = []
-        if joined:
-            tree, names = in_order(tree, names)
+        chain = _Chain(expr.parse(str(op.attr("expr"))), [read.tensor for read in op.reads])
+        out, taken = draft.tensors[op.writes[0].tensor], list[Op]()
+        while before := chain.take_one(draft, out.shape, producers, num_users):
+            taken.append(before)
+        if taken:
+            tree, names = in_order(chain.tree, chain.names)
             operands = [draft.tensors[name] for name in names]
             made, _ = pointwise(out.name, str(tree), *operands, dtype=out.dtype)
+            changes |= {before.name: [] for before in taken}
             changes[op.name] = [replace(made, name=op.name)]
     draft.replace(changes)
+
+
+@dataclass(slots=True)
+class _Chain:
+    """An expression and the tensors that its arguments are, which grow as ops are taken in."""
+
+    tree: expr.Expr
+    names: list[str]
+
+    def take_one(
+        self,
+        draft: Draft,
+        shape: tuple[int, ...],
+        producers: Mapping[str, Op],
+        num_users: dict[str, int],
+    ) -> Op | None:
+        """Takes in the first op before it whose result it alone reads and that has this shape; None
+        where there is none. num_users: ops that read a tensor, with those that are taken in.
+        """
+        for name in self.names:
+            before = producers.get(name)
+            if before is None or num_users[name] != 1 or name in draft.outputs:
+                continue
+            if not _is_chain(draft, before) or draft.tensors[name].shape != shape:
+                continue
+            inner = [read.tensor for read in before.reads]
+            tree, names = self._with(name, inner, expr.parse(str(before.attr("expr"))))
+            if len(str(tree)) > MAX_CHARS:
+                continue
+            for each in inner:
+                if each in self.names:
+                    num_users[each] -= 1
+            self.tree, self.names = tree, names
+            return before
+        return None
+
+    def _with(
+        self, name: str, inner: Sequence[str], tree: expr.Expr
+    ) -> tuple[expr.Expr, list[str]]:
+        """The expression and its arguments with `tree` of `inner` in the place of an argument."""
+        names = [each for each in self.names if each != name]
+        names += [each for each in inner if each not in names]
+        at = {each: expr.Arg(n) for n, each in enumerate(names)}
+        deep = substitute(tree, [at[each] for each in inner])
+        return substitute(self.tree, [at.get(each, deep) for each in self.names]), names
 
 
 def in_order(tree: expr.Expr, names: Sequence[str]) -> tuple[expr.Expr, list[str]]:
