@@ -122,38 +122,26 @@ def find_pairs(
     """Pairs in order, no op in two of them. tensors: of one rank, by local name. is_whole: whether
     a tensor is the same on all ranks of a mesh axis.
     """
-    readers: dict[str, list[Op]] = {}
-    writers: dict[str, list[Op]] = {}
-    for op in ops:
-        for access in op.reads:
-            readers.setdefault(access.tensor, []).append(op)
-        for access in op.writes:
-            writers.setdefault(access.tensor, []).append(op)
+    schedule = _Schedule(ops, tensors, mesh, outputs)
     pairs: list[Pair] = []
     taken: set[str] = set()
     for op in ops:
         num_rows = plain_rows(op)
         if not num_rows or any(tensors[a.tensor].role == "state" for a in accesses(op)):
             continue
-        x, out = op.reads[0].tensor, op.writes[0].tensor
-        before, after = writers.get(x, []), readers.get(out, [])
-        gathers = len(before) == len(readers[x]) == 1 and x not in outputs
-        gathers = gathers and kind_of(before[0]).gathers_all
-        sends = len(after) == len(writers[out]) == 1 and out not in outputs
-        sends = sends and not kind_of(after[0]).gathers_all
-        if gathers and before[0].name not in taken and _is_whole(before[0], tensors, mesh):
-            first, second, between, kind = before[0], op, x, "all_gather"
-        elif sends and _is_whole(after[0], tensors, mesh):
-            first, second, between, kind = op, after[0], out, after[0].kind
+        gather, total = schedule.gather_before(op), schedule.sum_behind(op)
+        if gather is not None and gather.name not in taken:
+            first, second, collective = gather, op, gather
+        elif total is not None:
+            first, second, collective = op, total, total
         else:
             continue
         if tensors[first.reads[0].tensor].role == "state":
             continue
         taken |= {first.name, second.name}
-        collective = first if second is op else second
-        axis = str(collective.attr("mesh_axis"))
-        replicated = second is op and is_whole(out, axis)
-        size = mesh.size(axis)
+        axis, x = str(collective.attr("mesh_axis")), op.reads[0].tensor
+        replicated = collective is gather and is_whole(op.writes[0].tensor, axis)
+        size, kind = mesh.size(axis), collective.kind
         pairs.append(
             Pair(
                 kind=_KINDS[kind],
@@ -161,13 +149,51 @@ def find_pairs(
                 first=first.name,
                 second=second.name,
                 operand=x,
-                between=between,
+                between=first.writes[0].tensor,
                 result=second.writes[0].tensor,
                 num_rows=num_rows,
                 product=_product(op, num_rows, tensors, size, kind, replicated=replicated),
             )
         )
     return pairs
+
+
+class _Schedule:
+    """Who reads and writes each tensor."""
+
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        tensors: Mapping[str, Tensor],
+        mesh: DeviceMesh,
+        outputs: Sequence[str],
+    ) -> None:
+        self.tensors, self.mesh, self.outputs = tensors, mesh, outputs
+        self.readers: dict[str, list[Op]] = {}
+        self.writers: dict[str, list[Op]] = {}
+        for op in ops:
+            for access in op.reads:
+                self.readers.setdefault(access.tensor, []).append(op)
+            for access in op.writes:
+                self.writers.setdefault(access.tensor, []).append(op)
+
+    def gather_before(self, op: Op) -> Op | None:
+        """The collective that gathers what a matmul multiplies, for it alone."""
+        x = op.reads[0].tensor
+        before = self.writers.get(x, [])
+        if len(before) != 1 or len(self.readers[x]) != 1 or x in self.outputs:
+            return None
+        fits = kind_of(before[0]).gathers_all and _is_whole(before[0], self.tensors, self.mesh)
+        return before[0] if fits else None
+
+    def sum_behind(self, op: Op) -> Op | None:
+        """The collective that sums what a matmul gives, and alone reads it."""
+        out = op.writes[0].tensor
+        after = self.readers.get(out, [])
+        if len(after) != 1 or len(self.writers[out]) != 1 or out in self.outputs:
+            return None
+        fits = not kind_of(after[0]).gathers_all and _is_whole(after[0], self.tensors, self.mesh)
+        return after[0] if fits else None
 
 
 _KINDS: dict[str, PairKind] = {
