@@ -117,11 +117,11 @@ def attention(
     """Causal attention of q [m, h, g, d] over caches [h, t, d] and [h, t, e], or over [m, h, t, d]
     and [m, h, t, e], a cache a row; only what some query sees is read.
 
-    Query i sees t <= positions[i], and t > positions[i] - window where window > 0. Softmax in fp32
-    or wider. softcap > 0: of softcap * tanh(score / softcap).
+    Query i sees t <= positions[i], and t > positions[i] - window where window > 0; one that sees
+    nothing gives zeros. Softmax in fp32 or wider. softcap > 0: of softcap * tanh(score / softcap).
     """
     num_rows, _, group, _ = q.shape
-    stop = int(positions.max()) + 1
+    stop = max(0, int(positions.max()) + 1)
     start = max(0, int(positions.min()) + 1 - window) if window else 0
     dtype = operand_dtype(q)
     keys, values = (cache[..., start:stop, :].to(dtype) for cache in (k_cache, v_cache))
@@ -169,16 +169,19 @@ def attend(
 def _mixed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float
 ) -> Tensor:
-    """Attention of tensors of one type and of as many heads, with a soft cap if there is one."""
+    """Attention of tensors of one type and of as many heads, with a soft cap if there is one; zeros
+    where a mask of bools lets nothing be seen.
+    """
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(q.dtype)
     if not softcap:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = torch.tanh(widen(q @ k.transpose(-1, -2)) * (scale / softcap)) * softcap
-    if mask is not None:
-        kept = mask.dtype == torch.bool
-        scores = scores.masked_fill(~mask, -math.inf) if kept else scores + mask
-    return torch.softmax(scores, -1).to(q.dtype) @ v
+    if mask is None or mask.dtype != torch.bool:
+        scores = scores if mask is None else scores + mask
+        return torch.softmax(scores, -1).to(q.dtype) @ v
+    weights = torch.softmax(scores.masked_fill(~mask, -math.inf), -1).to(q.dtype)
+    return weights.masked_fill(~mask.any(-1, keepdim=True), 0.0) @ v
 
 
 def packed_attention(

@@ -320,8 +320,9 @@ def attention_values(
     softcap: float = 0.0,
     bias: Any = None,
 ) -> Any:
-    """Of every position of a cache, the weights of unseen ones zero; operands as of attention and
-    of biased_attention, of any types: computed in that of q, widened.
+    """Of every position of a cache, the weights of unseen ones zero, so zeros for a query that sees
+    none; operands as of attention and of biased_attention, of any types: computed in that of q,
+    widened.
     """
     rows = widen(q)
     keys, values = k.to(rows.dtype), v.to(rows.dtype)
@@ -330,10 +331,15 @@ def attention_values(
     scores = _capped(rows @ keys.transpose(-1, -2) * scale, softcap)
     if bias is not None:
         scores = scores + bias.to(rows.dtype).permute(1, 2, 0)
-    weights = scores.masked_fill(~seen[:, None, None], -math.inf).softmax(-1)
+    weights = _softmax(scores.masked_fill(~seen[:, None, None], -math.inf))
     # What lies in unseen positions may be anything, also no number.
     values = values.masked_fill(~seen[:, None, :, None], 0)
     return (weights @ values).to(q.dtype)
+
+
+def _softmax(scores: Any) -> Any:
+    """Zeros where all scores are -inf."""
+    return scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0)
 
 
 def _capped(scores: Any, softcap: float) -> Any:
@@ -355,8 +361,7 @@ def _attend_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
             scores = scores + mask.to(rows.dtype)
         elif mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
-        weights = scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0)
-        return (weights @ values).to(q.dtype)
+        return (_softmax(scores) @ values).to(q.dtype)
 
     return run
 

@@ -17,7 +17,7 @@ from distmega.program.builder import ProgramBuilder
 from distmega.program.kinds import user_kinds
 from distmega.program.ops import attention, lookups, norms, sampling
 from distmega.program.ops import compute as ops
-from distmega.program.ops.attention import append_values
+from distmega.program.ops.attention import append_values, attention_values
 from distmega.program.types import Access, Axis, Index, Op, Tensor
 from tests.hostir.programs import run_program
 
@@ -229,6 +229,27 @@ def test_rows_with_caches_of_their_own_are_sequences_on_their_own(window: int):
         one = library.attention(q[row : row + 1], keys, values, here, 0.3, window)
         torch.testing.assert_close(found[row : row + 1], one)
     assert torch.equal(caches, alone)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("positions", [[-1], [-5], [-1, 2, 5], [-3, 0, 7], [-1, -4, -2]])
+def test_a_query_that_sees_nothing_gives_zeros(
+    positions: list[int], own: bool, window: int, softcap: float
+):
+    rows = len(positions)
+    q = torch.randn(rows, 2, 2, 4)
+    k, v = (torch.randn(*((rows,) if own else ()), 2, 8, 4) for _ in range(2))
+    at, how = torch.tensor(positions), (0.5, window, softcap)
+    expected = attention_values(q, k, v, at, *how)
+    assert expected.isfinite().all()
+    assert not expected[at < 0].any()
+    found = [library.attention(q, k, v, at, *how), library.masked_attention(q, k, v, at, *how)]
+    if own:
+        found.append(library.packed_attention(q, k, v, at, torch.arange(rows), *how))
+    for each in found:
+        torch.testing.assert_close(each, expected)
 
 
 def test_kv_append_writes_in_place():

@@ -263,12 +263,15 @@ def values_of(program: Program) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     limits = {"ids": POSITIONS, "positions": POSITIONS, "places": 6}
     limits |= {"late": LATE, "sequences": SEQUENCES, "starts": 1}
+    least = {"late": -LATE // 4}  # positions of rows that see nothing
     values: dict[str, Tensor] = {}
     for tensor in program.tensors:
         if tensor.role == "temp":
             continue
         if tensor.name in limits:
-            x = torch.randint(0, limits[tensor.name], tensor.shape, generator=generator)
+            x = torch.randint(
+                least.get(tensor.name, 0), limits[tensor.name], tensor.shape, generator=generator
+            )
         elif tensor.dtype == "bool":
             x = torch.rand(tensor.shape, generator=generator) < 0.5
         elif tensor.dtype.startswith("i"):
