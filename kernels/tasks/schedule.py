@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distmega.errors import VerifyError
-from distmega.kernels.tasks.tile import task_bytes
+from distmega.kernels.tasks.tile import task_bytes, tile_bytes
 from distmega.kernels.tasks.types import (
     Schedule,
     ScheduledTask,
@@ -61,6 +61,32 @@ class Placement:
     sm: tuple[int, ...]
     position: tuple[int, ...]
     num_sms: int
+
+
+@dataclass(slots=True)
+class _Finish:
+    """When the tasks that an event waits for end: the last of all, its SM (-1 for those of several
+    ranks), and the last on other SMs.
+    """
+
+    last: float = 0.0
+    sm: int = -1
+    elsewhere: float = 0.0
+
+    def add(self, finish: float, sm: int) -> None:
+        """One more task."""
+        if sm == self.sm:
+            self.last = max(self.last, finish)
+        elif finish > self.last:
+            self.last, self.sm, self.elsewhere = finish, sm, self.last
+        else:
+            self.elsewhere = max(self.elsewhere, finish)
+
+    def heard_by(self, sm: int, hop: float) -> float:
+        """When an SM knows of the event; hop: what it takes from another one."""
+        if sm != self.sm or sm < 0:
+            return self.last + hop
+        return max(self.last, self.elsewhere + hop) if self.elsewhere else self.last
 
 
 def schedule_graph(graph: TaskGraph, num_sms: int, *, hop_bytes: int = HOP_BYTES) -> Schedule:
@@ -122,27 +148,30 @@ def _assign_tasks(graph: TaskGraph, flat: FlatGraph, num_sms: int, hop_bytes: in
     producer, which spares a hop. Weights load while the task still waits.
     """
     tensors = graph.segment.tensor_map()
-    weights = _stack([task_bytes(group, tensors, ("weight",)) for group in graph.groups])
-    costs = _stack([task_bytes(group, tensors) for group in graph.groups])
+    weights, costs = [], []
+    for group in graph.groups:
+        if tile := tile_bytes(group):  # the L2 cache has its weights, as all that it reads
+            weights += [0.0] * group.num_tasks
+            costs += [tile] * group.num_tasks
+        else:
+            weights += task_bytes(group, tensors, ("weight",)).tolist()
+            costs += task_bytes(group, tensors).tolist()
     free = [0.0] * num_sms
     heap = [(0.0, sm) for sm in range(num_sms)]
-    done = [0.0] * len(flat.counts)
-    last_sm = [-1] * len(flat.counts)
+    known = [_Finish() for _ in flat.counts]
     num_queued = [0] * num_sms
     sms, positions = [], []
     for task, (cost, weight) in enumerate(zip(costs, weights, strict=True)):
         while heap[0][0] != free[heap[0][1]]:
             heapq.heappop(heap)
         candidates = {heap[0][1]: None}
-        events = [(done[event], last_sm[event], event) for event in flat.waits[task]]
+        events = [known[event] for event in flat.waits[task]]
         if events:
-            candidates[max(events)[1]] = None
+            candidates[max(events, key=lambda event: event.last).sm] = None
         best, start = -1, float("inf")
         for sm in candidates:
-            ready = free[sm] + weight
-            for finish, producer, event in events:
-                hop = 0 if producer == sm and not flat.all_ranks[event] else hop_bytes
-                ready = max(ready, finish + hop)
+            heard = (event.heard_by(sm, hop_bytes) for event in events)
+            ready = max(free[sm] + weight, *heard) if events else free[sm] + weight
             if ready < start:
                 best, start = sm, ready
         free[best] = finish = start + cost - weight + TASK_BYTES
@@ -151,13 +180,8 @@ def _assign_tasks(graph: TaskGraph, flat: FlatGraph, num_sms: int, hop_bytes: in
         positions.append(num_queued[best])
         num_queued[best] += 1
         for event in flat.triggers[task]:
-            if finish > done[event]:
-                done[event], last_sm[event] = finish, best
+            known[event].add(finish, -1 if flat.all_ranks[event] else best)
     return Placement(sm=tuple(sms), position=tuple(positions), num_sms=num_sms)
-
-
-def _stack(parts: Sequence[npt.NDArray[np.float64]]) -> list[float]:
-    return [value for part in parts for value in part.tolist()]
 
 
 class _Knowledge:

@@ -2,11 +2,11 @@
 
 In: a segment, the number of workers (SMs), and the machine. Out: one TaskGroup an op, views
 excepted, in program order. A linear is cut into ranges of weight rows that give every worker the
-same bytes; one of many rows into tiles of rows and columns, of the size that is done first;
-attention of rows that see the same keys into heads and rows likewise. Everything else is small
-where rows are few: it is cut only into as many tasks as are worth starting, each one box of the
-iteration space. Reduced, scattered and looked-up axes stay whole inside a task. Next on the walk:
-graph.py.
+same bytes; one of many rows into tiles of rows and columns, of the size that is done first, and
+formulas of its elements likewise; attention of rows that see the same keys into heads and rows.
+Everything else is small where rows are few: it is cut only into as many tasks as are worth
+starting, each one box of the iteration space. Reduced, scattered and looked-up axes stay whole
+inside a task. Next on the walk: graph.py.
 """
 
 import math
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distmega.errors import VerifyError
+from distmega.kernels.tasks.follow import followed_splits
 from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.dtypes import HALVES, item_bytes
@@ -31,12 +32,16 @@ MIN_TASK_BYTES = 16 * 1024
 dependency between SMs costs two."""
 
 TILE_ROWS = 64, 128
-TILE_COLUMNS = 64, 128, 256
-"""Sizes of the tiles that products of at least the least of both are cut into."""
+TILE_COLUMNS = 32, 64, 128, 256
+"""Sizes of the tiles that products are cut into."""
+LEAST_TILED = 64
+"""Rows and columns of a product that is cut into tiles, at least."""
 MULTIPLIES = 1536
 """Products of half types that an SM of an H200 adds up in a clock."""
 LOADS_ELEMENTS = 20
 """Elements of them that it gets from the L2 cache meanwhile, while all SMs read."""
+CLOCK_BYTES = 18
+"""That an SM reads in a clock of its share of an H200's memory."""
 FILL = 32
 """What starting and storing a tile costs, in elements of a sum or keys of an attention."""
 
@@ -69,15 +74,18 @@ def tile_segment(
     tensors = segment.tensor_map()
     footprints = Footprints(segment)
     groups = []
+    tiled: dict[str, TaskGroup] = {}
     for op in segment.ops:
-        if op.is_view:
-            continue
         wanted = min(num_sms, max(1, accessed_bytes(op, tensors) // min_task_bytes))
-        if _is_inplace(op, footprints):
-            wanted = 1
-        splits = _tiles(op, num_sms) or _queries(op, wanted, num_sms, tensors)
-        splits = splits or _splits(op, wanted, row_multiple)
-        groups.append(TaskGroup(op=op, splits=splits, all_ranks=kind_of(op).writes_peers))
+        followed = followed_splits(op, tiled)
+        if not op.is_view and _is_inplace(op, footprints):
+            wanted, followed = 1, ()
+        tiles = _tiles(op, num_sms) or _queries(op, wanted, num_sms, tensors) or followed
+        if tiles:
+            tiled[op.writes[0].tensor] = TaskGroup(op=op, splits=tiles)
+        if not op.is_view:
+            splits = tiles or _splits(op, wanted, row_multiple)
+            groups.append(TaskGroup(op=op, splits=splits, all_ranks=kind_of(op).writes_peers))
     return tuple(groups)
 
 
@@ -168,24 +176,32 @@ def _splits(op: Op, wanted: int, row_multiple: int) -> tuple[RangeSplit, ...]:
     return splits
 
 
+def tile_bytes(group: TaskGroup) -> float:
+    """What the longest task of a product by tiles of rows and columns costs, in bytes that an SM
+    could have read meanwhile; 0 for other groups.
+    """
+    sides = _sides(group.op)
+    if not sides:
+        return 0.0
+    extents = group.op.extents
+    sizes = {split.axes: int(np.diff(split.bounds).max()) for split in group.splits}
+    rows, columns = (sizes.get(side, math.prod(extents[n] for n in side)) for side in sides)
+    return _tile_clocks(rows, columns, _depth(group.op)) * CLOCK_BYTES
+
+
 def _tiles(op: Op, num_sms: int) -> tuple[RangeSplit, ...]:
     """Tiles of rows and columns of a product that has enough of both; none for other ops."""
-    if not contracts(op):
+    sides = _sides(op)
+    if not sides:
         return ()
-    extents = {a.name: a.extent for a in op.axes if a.role == "parallel" and not a.lookup}
-    x, w = ([n for i in read.dims for n in i.axes if n in extents] for read in op.reads[:2])
-    sides = [tuple(n for n in x if n not in w), tuple(n for n in w if n not in x)]
-    if set(x) & set(w):
-        return ()
+    extents = op.extents
     num_m, num_n = (math.prod(extents[n] for n in side) for side in sides)
-    if num_m < TILE_ROWS[0] or num_n < TILE_COLUMNS[0]:
-        return ()
-    depth = math.prod(a.extent for a in op.axes if a.role == "reduce")
+    depth = _depth(op)
 
     def cost(tile: tuple[int, int]) -> float:
         m, n = tile
         turns = math.ceil(math.ceil(num_m / m) * math.ceil(num_n / n) / num_sms)
-        return turns * (depth + FILL) * max(m * n / MULTIPLIES, (m + n) / LOADS_ELEMENTS)
+        return turns * _tile_clocks(m, n, depth)
 
     best = min(product(TILE_ROWS, TILE_COLUMNS), key=cost)
     return tuple(
@@ -193,6 +209,29 @@ def _tiles(op: Op, num_sms: int) -> tuple[RangeSplit, ...]:
         for side, extent, size in zip(sides, (num_m, num_n), best, strict=True)
         if extent > size
     )
+
+
+def _sides(op: Op) -> tuple[tuple[str, ...], ...]:
+    """Axes of the rows and of the columns of a product that has enough of both; () for others."""
+    if not contracts(op):
+        return ()
+    extents = {a.name: a.extent for a in op.axes if a.role == "parallel" and not a.lookup}
+    x, w = ([n for i in read.dims for n in i.axes if n in extents] for read in op.reads[:2])
+    if set(x) & set(w):
+        return ()
+    num_m, num_n = (math.prod(extents[n] for n in side) for side in (x, w))
+    return (tuple(x), tuple(w)) if min(num_m, num_n) >= LEAST_TILED else ()
+
+
+def _depth(op: Op) -> int:
+    """Elements of a sum."""
+    return math.prod(axis.extent for axis in op.axes if axis.role == "reduce")
+
+
+def _tile_clocks(rows: int, columns: int, depth: int) -> float:
+    """Clocks that an SM of an H200 takes for a tile."""
+    multiplies, loads = rows * columns / MULTIPLIES, (rows + columns) / LOADS_ELEMENTS
+    return (depth + FILL) * max(multiplies, loads)
 
 
 def _queries(

@@ -12,8 +12,8 @@ from distmega.errors import CheckError, VerifyError
 from distmega.kernels.tasks.check.schedule import check_schedule
 from distmega.kernels.tasks.expand import expand_collectives
 from distmega.kernels.tasks.graph import build_task_graph
-from distmega.kernels.tasks.schedule import schedule_graph
-from distmega.kernels.tasks.tile import tile_segment
+from distmega.kernels.tasks.schedule import HOP_BYTES, schedule_graph
+from distmega.kernels.tasks.tile import task_bytes, tile_segment
 from distmega.kernels.tasks.types import Schedule, ScheduledTask
 from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -135,12 +135,61 @@ def test_events_are_dense_and_counted():
 
 
 def test_large_linears_spread_over_all_sms():
+    """Those that take longer than one SM waits for another; smaller ones may leave out an SM that
+    waits for all others meanwhile.
+    """
     program = decoder(1, k=1024, f=4096)
     graph = build_task_graph(program, tile_segment(program, 8))
     schedule = schedule_graph(graph, 8)
+    tensors, num_large = program.tensor_map(), 0
     for place, group in enumerate(graph.groups):
-        if group.op.kind == "linear" and group.num_tasks == 8:
+        if group.op.kind == "linear" and task_bytes(group, tensors).min() > HOP_BYTES:
             assert all(sum(t.group == place for t in queue) == 1 for queue in schedule.queues)
+            num_large += 1
+    assert num_large >= 4
+
+
+def sms_of(schedule: Schedule, kind: str) -> list[list[int]]:
+    """Of each group of a kind, the SM of each task."""
+    where = {
+        (task.group, task.task): sm for sm, queue in enumerate(schedule.queues) for task in queue
+    }
+    groups = enumerate(schedule.graph.groups)
+    return [
+        [where[place, n] for n in range(group.num_tasks)]
+        for place, group in groups
+        if group.op.kind == kind
+    ]
+
+
+def test_formulas_stay_where_their_tiles_were_made():
+    p = ProgramBuilder("follow")
+    x = p.input("x", (128, 256), "bf16")
+    h = p.linear(x, p.weight("up", (512, 256), "bf16")).map("gelu(a0)")
+    turned = p.transpose(h, (1, 0), view=True)
+    y = p.linear(turned, p.weight("down", (192, 128), "bf16"))
+    program = p.build(
+        p.transpose(y, (1, 0), view=True).map("a0 * 2.0 + a1", p.input("z", (192, 512), "bf16"))
+    )
+    schedule = schedule_graph(build_task_graph(program, tile_segment(program, 132)), 132)
+    check_schedule(schedule)
+    products, formulas = sms_of(schedule, "linear"), sms_of(schedule, "pointwise")
+    assert [sorted(sms) for sms in products] == [sorted(sms) for sms in formulas]
+    for place, group in enumerate(schedule.graph.groups):
+        if group.op.kind == "pointwise":
+            assert not any(t.waits for queue in schedule.queues for t in queue if t.group == place)
+
+
+def test_tasks_behind_several_sms_spread_over_free_ones():
+    """All wait for another SM wherever they are, so that none queues behind another to spare it."""
+    p = ProgramBuilder("spread")
+    x = p.input("x", (64, 512), "bf16")
+    for n in range(2):
+        x = p.linear(x, p.weight(f"w{n}", (512, 512), "bf16"))
+    program = p.build(x)
+    schedule = schedule_graph(build_task_graph(program, tile_segment(program, 132)), 132)
+    for sms in sms_of(schedule, "linear"):
+        assert len(set(sms)) == len(sms) > 4
 
 
 def test_waits_for_later_groups_are_refused():
