@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distmega.kernels.isa.opcodes import ATTENDED, Attend, Attention, ExtraOperand, Ref
+from distmega.kernels.records.boxes import ALIGNED, unit_of_first
 from distmega.program.dtypes import HALVES
 
 MOST_HEAD = 256
@@ -19,8 +20,6 @@ MOST_KEYS, MOST_ELEMENTS = 64, 8192
 """Of a tile: its keys, and elements of these in rows as long as a power of two. Under a bias, whose
 places take registers, it has half as many.
 """
-ALIGNED = 8
-"""Elements of a load at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +38,6 @@ class HeadTiles:
 class _Operand:
     ref: Ref
     strides: tuple[int, ...]
-
-
-def unit_of_first(ref: Ref, strides: Sequence[int]) -> int:
-    """What divides the first element of an operand, be the task another: strides lead from one to
-    the next, and elements next to each other are never parted.
-    """
-    return math.gcd(ALIGNED, ref.first, *(step for step in strides if step != 1))
 
 
 def find_tiles(

@@ -1,24 +1,19 @@
-"""Bodies of instructions that make each element for itself: formulas, copies, what is looked up,
-rotated, appended, sent.
+"""Bodies of instructions that make each element for itself: what is looked up, rotated, appended,
+sent, of which ranks have parts.
 
 In: a record and the arenas. Out: what the instruction of the same name writes (isa/opcodes.py).
 Indices are bounded, so that nothing outside an operand is touched. Next on the walk: rows.py.
 """
 
 # Kernels' arguments have no Python types.
-# ruff: noqa: ANN001, ANN201, RUF005
+# ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, no-any-return"
 
 import triton
 from triton import language as tl
 
-from distmega.kernels.records.formulas import evaluate
-from distmega.kernels.records.specs import RecordSpec
 from distmega.kernels.records.words import (
-    INTEGERS,
     element_type,
-    extra_operand,
-    extra_stride,
     has,
     number,
     opcode_of,
@@ -38,105 +33,13 @@ that peers write in this launch, ranks of the team.
 """
 
 
-@triton.constexpr_function
-def formula_of(spec: RecordSpec):
-    return spec.formula
-
-
-@triton.constexpr_function
-def num_own(spec: RecordSpec):
-    """Operands of a Pointwise that are its own fields."""
-    return sum(one is not None for one in spec.operands) - 1
-
-
-@triton.constexpr_function
-def num_extra(spec: RecordSpec):
-    return len(spec.extra)
-
-
-@triton.constexpr_function
-def own_name(spec: RecordSpec, nth):
-    """The field of an operand of a Pointwise."""
-    present = [n for n in range(4) if spec.operands[1 + n] is not None]
-    return f"a{present[nth]}"
-
-
-@triton.constexpr_function
-def strides_name(spec: RecordSpec, nth):
-    present = [n for n in range(4) if spec.operands[1 + n] is not None]
-    return f"a{present[nth]}_strides"
-
-
-@triton.constexpr_function
-def formula_type(spec: RecordSpec):
-    """In which constants of a formula meet its operands."""
-    dtypes = [one.dtype for one in (*spec.operands[1:], *spec.extra) if one is not None]
-    if all(dtype in INTEGERS for dtype in dtypes):
-        return tl.int64
-    return tl.float64 if "f64" in dtypes else tl.float32
-
-
 @triton.jit
-def own_arguments(record, arenas, spec: tl.constexpr, i, j, mask, count: tl.constexpr):
-    """The first `count` operands that are fields, a block each."""
-    if count == 0:
-        return ()
-    else:
-        name: tl.constexpr = own_name(spec, count - 1)
-        strides: tl.constexpr = strides_name(spec, count - 1)
-        x = operand(record, arenas, spec, name)
-        offsets = i * number(record, spec, strides, 0) + j * number(record, spec, strides, 1)
-        found = read(x + offsets, mask, spec, name)
-        return own_arguments(record, arenas, spec, i, j, mask, count - 1) + (found,)
-
-
-@triton.jit
-def extra_arguments(record, arenas, spec: tl.constexpr, i, j, mask, count: tl.constexpr):
-    """Likewise of those before the record."""
-    if count == 0:
-        return ()
-    else:
-        x = extra_operand(record, arenas, spec, count - 1)
-        step_i = extra_stride(record, spec, count - 1, 0)
-        step_j = extra_stride(record, spec, count - 1, 1)
-        found = read(x + i * step_i + j * step_j, mask, spec, count - 1)
-        return extra_arguments(record, arenas, spec, i, j, mask, count - 1) + (found,)
-
-
-@triton.jit
-def pointwise(record, arenas, spec: tl.constexpr):
-    rows, columns = number(record, spec, "extents", 0), number(record, spec, "extents", 1)
-    out = operand(record, arenas, spec, "out")
-    step_i, step_j = number(record, spec, "out_strides", 0), number(record, spec, "out_strides", 1)
-    for start in range(0, rows * columns, BLOCK):
-        point = start + tl.arange(0, BLOCK)
-        mask = point < rows * columns
-        i, j = point // columns, point % columns
-        args = own_arguments(record, arenas, spec, i, j, mask, num_own(spec)) + extra_arguments(
-            record, arenas, spec, i, j, mask, num_extra(spec)
-        )
-        found = evaluate(formula_of(spec), args, formula_type(spec))
-        write(out + i * step_i + j * step_j, found, mask, spec, "out")
-
-
-@triton.jit
-def six_offset(record, spec: tl.constexpr, strides: tl.constexpr, point):
-    """Element of a point of six dims."""
+def offset_of(record, spec: tl.constexpr, strides: tl.constexpr, point, dims: tl.constexpr = 4):
+    """Element of a point of an iteration space."""
     offset, rest = point * 0, point
-    for back in tl.static_range(6):
-        extent = number(record, spec, "extents", 5 - back)
-        offset += rest % extent * number(record, spec, strides, 5 - back)
-        rest = rest // extent
-    return offset
-
-
-@triton.jit
-def four_offset(record, spec: tl.constexpr, strides: tl.constexpr, point):
-    """Likewise of four."""
-    offset, rest = point * 0, point
-    for back in tl.static_range(4):
-        extent = number(record, spec, "extents", 3 - back)
-        offset += rest % extent * number(record, spec, strides, 3 - back)
+    for back in tl.static_range(dims):
+        extent = number(record, spec, "extents", dims - 1 - back)
+        offset += rest % extent * number(record, spec, strides, dims - 1 - back)
         rest = rest // extent
     return offset
 
@@ -148,17 +51,6 @@ def num_points(record, spec: tl.constexpr, dims: tl.constexpr):
     for dim in tl.static_range(dims):
         total *= number(record, spec, "extents", dim)
     return total
-
-
-@triton.jit
-def copy(record, arenas, spec: tl.constexpr):
-    src, dst = operand(record, arenas, spec, "src"), operand(record, arenas, spec, "dst")
-    total = num_points(record, spec, 6)
-    for start in range(0, total, BLOCK):
-        point = start + tl.arange(0, BLOCK)
-        mask = point < total
-        found = read(src + six_offset(record, spec, "src_strides", point), mask, spec, "src")
-        write(dst + six_offset(record, spec, "dst_strides", point), found, mask, spec, "dst")
 
 
 @triton.jit
@@ -187,9 +79,9 @@ def take_shard(record, arenas, spec: tl.constexpr, member):
         point = start + tl.arange(0, BLOCK)
         mask = point < total
         there = mask & (first + point // a_row < bound)
-        near = four_offset(record, spec, "src_strides", point) + first * step
+        near = offset_of(record, spec, "src_strides", point) + first * step
         found = read(src + near, there, spec, "src")
-        write(dst + four_offset(record, spec, "dst_strides", point), found, mask, spec, "dst")
+        write(dst + offset_of(record, spec, "dst_strides", point), found, mask, spec, "dst")
 
 
 @triton.jit
@@ -201,12 +93,12 @@ def gather(record, arenas, spec: tl.constexpr):
     for start in range(0, total, BLOCK):
         point = start + tl.arange(0, BLOCK)
         mask = point < total
-        chosen = read(ids + four_offset(record, spec, "ids_strides", point), mask, spec, "ids")
+        chosen = read(ids + offset_of(record, spec, "ids_strides", point), mask, spec, "ids")
         there = mask & (chosen >= 0) & (chosen < num)
         found = read(
-            x + four_offset(record, spec, "x_strides", point) + chosen * stride, there, spec, "x"
+            x + offset_of(record, spec, "x_strides", point) + chosen * stride, there, spec, "x"
         )
-        write(out + four_offset(record, spec, "out_strides", point), found, mask, spec, "out")
+        write(out + offset_of(record, spec, "out_strides", point), found, mask, spec, "out")
 
 
 @triton.jit
@@ -311,12 +203,12 @@ def sum_ranks(record, arenas, spec: tl.constexpr):
     for start in range(0, total, BLOCK):
         point = start + tl.arange(0, BLOCK)
         mask = point < total
-        offset = four_offset(record, spec, "recv_strides", point)
+        offset = offset_of(record, spec, "recv_strides", point)
         found = read(recv + offset, mask, spec, "recv")
         for rank in range(1, num_ranks):
             other = read(recv + offset + rank * slot, mask, spec, "recv")
             found = combined(found, other, way_of(spec))
-        write(out + four_offset(record, spec, "out_strides", point), found, mask, spec, "out")
+        write(out + offset_of(record, spec, "out_strides", point), found, mask, spec, "out")
 
 
 @triton.jit
@@ -361,8 +253,8 @@ def push(record, arenas, spec: tl.constexpr, member):
     for start in range(0, total, BLOCK):
         point = start + tl.arange(0, BLOCK)
         mask = point < total
-        found = read(x + four_offset(record, spec, "x_strides", point), mask, spec, "x")
-        at = four_offset(record, spec, "recv_strides", point) + slot
+        found = read(x + offset_of(record, spec, "x_strides", point), mask, spec, "x")
+        at = offset_of(record, spec, "recv_strides", point) + slot
         for rank in range(member[NUM_RANKS]):
             to = received(word, member, rank, element_type(spec, "recv"))
             write(to + at, found, mask, spec, "recv")
@@ -378,8 +270,8 @@ def push_parts(record, arenas, spec: tl.constexpr, member):
     for start in range(0, total, BLOCK):
         point = start + tl.arange(0, BLOCK)
         mask = point < total
-        near = four_offset(record, spec, "x_strides", point)
-        at = four_offset(record, spec, "recv_strides", point) + slot
+        near = offset_of(record, spec, "x_strides", point)
+        at = offset_of(record, spec, "recv_strides", point) + slot
         for rank in range(member[NUM_RANKS]):
             there = mask & (rank * shard + point // a_row < bound)
             found = read(x + near + rank * shard * step, there, spec, "x")

@@ -23,11 +23,16 @@ from distmega.kernels.records.words import (
     wide_type,
     write,
 )
+from distmega.kernels.runtime.arena import Space
 from distmega.program.dtypes import HALVES
 
 SUMMED: tl.constexpr = tl.constexpr(64)
 """Elements of a sum that tensor cores are given together."""
 HALF_BYTES = 2
+LINE: tl.constexpr = tl.constexpr(128 // HALF_BYTES)
+"""Elements of a cache line."""
+FETCHED: tl.constexpr = tl.constexpr(256)
+"""Lines that an SM's threads ask for together."""
 STAGE_BYTES = 160 * 1024
 """Of the SM's shared memory, for blocks of sums."""
 
@@ -95,6 +100,52 @@ def num_stages(spec: RecordSpec):
     """Blocks of the sum that are on their way, as many as the SM's memory holds."""
     block = sum(spec.widths) * SUMMED.value * HALF_BYTES
     return min(6, STAGE_BYTES // block)
+
+
+@triton.constexpr_function
+def has_weight(spec: RecordSpec):
+    """Whether what a record multiplies by is known before the launch, and lies side by side."""
+    return spec.opcode == "Linear" and bool(spec.steps) and type_of(spec, "w").space == Space.WEIGHT
+
+
+@triton.constexpr_function
+def inner_of(spec: RecordSpec):
+    """The number of the record along which a weight's elements lie side by side."""
+    return "k" if spec.steps[3] == 1 else "n"
+
+
+@triton.constexpr_function
+def outer_of(spec: RecordSpec):
+    return "n" if spec.steps[3] == 1 else "k"
+
+
+@triton.constexpr_function
+def outer_step(spec: RecordSpec):
+    return spec.steps[2] if spec.steps[3] == 1 else spec.steps[3]
+
+
+@triton.jit
+def fetch(pointers):
+    """Brings the cache lines of some elements into the L2 cache, where they may not be yet."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def fetch_weight(record, arenas, spec: tl.constexpr):
+    """Asks for what a Linear is going to multiply by."""
+    w = operand(record, arenas, spec, "w")
+    inner, outer = number(record, spec, inner_of(spec)), number(record, spec, outer_of(spec))
+    lines = tl.cdiv(inner, LINE)
+    for start in range(0, outer * lines, FETCHED):
+        line = tl.minimum(start + tl.arange(0, FETCHED), outer * lines - 1)
+        fetch(w + line // lines * outer_step(spec) + line % lines * LINE)
 
 
 @triton.jit

@@ -31,7 +31,8 @@ from distmega.kernels.isa.opcodes import (
     Linear,
     Ref,
 )
-from distmega.kernels.records.heads import find_tiles, unit_of_first
+from distmega.kernels.records.boxes import box_of_copy, box_of_formula, unit_of_first
+from distmega.kernels.records.heads import find_tiles
 from distmega.program.dtypes import HALVES, INTEGER_BITS
 from distmega.program.expr import Expr
 from distmega.program.types import Op
@@ -48,8 +49,10 @@ BODIES: frozenset[type[Instruction]] = frozenset(
 NO_WORK = (opcodes.Nop, opcodes.ExtraOperand)
 MOST_TILED = 64
 """Rows and columns of a product that an SM makes together, at most."""
-LEAST_TILED, MOST_M, MOST_N = 64, 128, 256
-"""Rows and columns of those by tensor cores, at least and at most."""
+LEAST_TILED, LEAST_N, MOST_M, MOST_N = 64, 32, 128, 256
+"""Rows, or columns, and sums of those by tensor cores, at least; columns of their tiles, at least;
+rows and columns of these, at most.
+"""
 CAPPED = "capped"
 MOST_ROW, ROWS_ELEMENTS = 8192, 4096
 """Elements of a row that an SM has at once, at most, and of several such rows."""
@@ -76,11 +79,11 @@ class RecordSpec:
     cap, "" for others. formula: of a Pointwise. widths: powers of two at least as large as the rows
     that stay in registers as a whole; rows and columns of the tiles of a product; behind those of
     heads, queries and keys of the tiles of an attention; rows of a norm that pass together, and how
-    long they are. others: bits of what an Attend takes.
-    steps: strides of what is made by tiles of tensor cores or whole rows, so that its loads are
-    compiled as wide as they may be; () for others. units: of a product so made, powers of two that
-    divide its m, n, k and the first elements of x, w and out; of an attention see heads.py, of a
-    norm UNITED.
+    long they are; of formulas and copies see boxes.py. others: bits of what an Attend takes.
+    steps: strides of what is made by tiles of tensor cores, whole rows or boxes, so that its loads
+    are compiled as wide as they may be; () for others. units: of a product so made, powers of two
+    that divide its m, n, k and the first elements of x, w and out; of an attention see heads.py, of
+    a norm UNITED, of formulas and copies boxes.py.
     """
 
     opcode: str
@@ -152,8 +155,16 @@ def spec_of(
             way = SCANS[number]
         case opcodes.Pointwise(expr=start):
             formula = unpack_expression(constants, start)
+            box = box_of_formula(instruction, extra)
+            widths, steps, units = box.widths, box.steps, box.units
+        case opcodes.Copy():
+            box = box_of_copy(instruction)
+            widths, steps, units = box.widths, box.steps, box.units
         case opcodes.Linear() if _by_tensor_cores(instruction):
-            widths = _width(instruction.m, MOST_M), _width(instruction.n, MOST_N)
+            widths = (
+                _width(instruction.m, LEAST_TILED, MOST_M),
+                _width(instruction.n, LEAST_N, MOST_N),
+            )
             steps = *instruction.x_strides, *instruction.w_strides, *instruction.out_strides
             firsts = (ref.first for ref in (instruction.x, instruction.w, instruction.out))
             units = tuple(map(_unit, (instruction.m, instruction.n, instruction.k, *firsts)))
@@ -184,7 +195,7 @@ def _by_tensor_cores(one: Linear) -> bool:
     """
     halves = one.x.dtype == one.w.dtype and one.x.dtype in HALVES
     packed = 1 in one.x_strides and 1 in one.w_strides and min(one.x_strides + one.w_strides) >= 0
-    return halves and packed and min(one.m, one.n, one.k) >= LEAST_TILED
+    return halves and packed and min(max(one.m, one.n), one.k) >= LEAST_TILED
 
 
 def _whole_rows(one: opcodes.Norm) -> tuple[int, ...]:
@@ -206,8 +217,8 @@ def _units_of_rows(one: opcodes.Norm) -> tuple[int, ...]:
     return (_unit(one.dim), _unit(one.start), _unit(one.count), *firsts)
 
 
-def _width(extent: int, most: int) -> int:
-    return min(max(LEAST_TILED, _padded(extent)), most)
+def _width(extent: int, least: int, most: int) -> int:
+    return min(max(least, _padded(extent)), most)
 
 
 def _unit(number: int) -> int:

@@ -112,11 +112,13 @@ def number(record, spec: tl.constexpr, field: tl.constexpr, nth: tl.constexpr = 
 
 
 @triton.jit
-def multiple(record, spec: tl.constexpr, name: tl.constexpr, unit: tl.constexpr):
+def multiple(
+    record, spec: tl.constexpr, name: tl.constexpr, unit: tl.constexpr, nth: tl.constexpr = 0
+):
     """A number of the record that `unit` divides; the compiler sees that masks of so many elements
     do not part what is loaded at once.
     """
-    return number(record, spec, name) // unit * unit
+    return number(record, spec, name, nth) // unit * unit
 
 
 @triton.jit

@@ -114,7 +114,7 @@ def test_a_kernel_of_rows_has_a_timeline_by_the_same_call():
     plan = plan_program(program, MESH, H200)
     step = CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0", megakernel=True)
     spans = step.trace({key: x.cuda() for key, x in values_of(program).items()})
-    assert {span.name for span in spans if "step" in span.args} == {"y"}
+    assert "y" in {span.name for span in spans if "step" in span.args}
     assert "a launch: " in summarise_sms(spans)
 
 

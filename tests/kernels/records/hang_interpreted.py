@@ -12,14 +12,14 @@ from unittest.mock import patch
 from triton import language as tl
 
 from distmega.errors import HangError
-from distmega.kernels.records import kernel
+from distmega.kernels.records import waits
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from tests.kernels.records.records_interpreted import clock, interpreted, runner_of
 
 LIMIT_S = 0.05
 given_up: list[int] = []
-ACCUSE = kernel.accuse
+ACCUSE = waits.accuse
 
 
 def chain() -> Program:
@@ -51,5 +51,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with interpreted(), patch.multiple(kernel, clock=clock, accuse=accuse):
+    with interpreted(), patch.multiple(waits, clock=clock, accuse=accuse):
         main()

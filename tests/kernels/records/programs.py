@@ -153,6 +153,25 @@ def moves(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
     ]  # fmt: skip
 
 
+def boxed(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
+    """Formulas and copies by boxes: several boxes, cut ones, rows and columns that are all alike,
+    rows that lie side by side, in one operand or more than a Pointwise has fields for.
+    """
+    x, turned = p.input("x", (70, 150), dtype), p.input("turned", (150, 70), dtype)
+    turned = p.transpose(turned, (1, 0), view=True)
+    row, column = p.input("row", (150,), dtype), p.input("column", (70, 1), dtype)
+    more = [p.input(f"x{n}", (70, 150), dtype) for n in range(2)]
+    long = p.input("long", (3, 9000), dtype)
+    parts = p.input("parts", (6, 40, 24), dtype)
+    return [
+        p.pointwise("a0 + a1 * a2 - a3 * a4 + a5", x, turned, row, column, *more),
+        p.pointwise("a0 * a1", row, column),
+        long.map("maximum(a0, a1)", p.slice(long, 1, 0, 1, view=True)),
+        p.transpose(parts, (1, 0, 2)), p.transpose(parts, (2, 0, 1)), p.transpose(parts, (2, 1, 0)),
+        p.slice(parts, 1, 3, 38, 2), p.concat([x, more[0]], 1),
+    ]  # fmt: skip
+
+
 def states(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
     state, x = p.state("total", (5, 7), dtype), p.input("x", (5, 7), dtype)
     p.set(p.pointwise("maximum(a0, a1)", state, x), state)
@@ -236,7 +255,8 @@ KINDS: Mapping[str, tuple[Make, Sequence[str]]] = MappingProxyType({
         (normed, ("f32", "bf16", "f64")), (long_and_short_rows, ("bf16", "f32", "f16")),
         (scans, ("f32", "f16", "i64")),
         (looked_up, ("f32", "bf16", "bool")),
-        (moves, ("f32", "bf16", "i64", "bool", "f64")), (states, ("f32", "i64")),
+        (moves, ("f32", "bf16", "i64", "bool", "f64")),
+        (boxed, ("bf16", "f32", "i32", "f64", "bool")), (states, ("f32", "i64")),
         (largest, ("f32", "bf16")), (rotated, ("f32", "bf16")),
         (attended, ("f32", "bf16", "f16")), (of_own_caches, ("f32",)), (in_a_window, ("bf16",)),
         (with_biases, ("f32",)), (without_a_cache, ("f32", "bf16")),

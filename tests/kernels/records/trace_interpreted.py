@@ -32,5 +32,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with interpreted(), patch.multiple(kernel, clock=clock, own_clock=clock):
+    with interpreted(), patch.object(kernel, "own_clock", clock):
         main()
