@@ -127,6 +127,7 @@ def outer_step(spec: RecordSpec):
 @triton.jit
 def fetch(pointers):
     """Brings the cache lines of some elements into the L2 cache, where they may not be yet."""
+    # Triton's loads would wait for what they load
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
