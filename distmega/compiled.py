@@ -141,7 +141,7 @@ class CompiledProgram:
         self._domains, self._at = local.allocations, plan.mesh.coordinate(comm.rank)
         self._evaluator = self._make_evaluator()
         self._bound: dict[str, Tensor] = {}
-        self._known: dict[str, Tensor] = {}
+        self._known: dict[str, _Binding] = {}
         """What changes nothing where a call brings it: what is bound, or was copied there."""
         self._unbound = frozenset(self._given)
         self._copied = self._inputs
@@ -248,7 +248,7 @@ class CompiledProgram:
         others = {name for name, x in held.items() if x is not self._bound.get(name)}
         self._copied = self._copied.difference(others)
         self._bound |= held
-        self._known |= tensors
+        self._known |= {name: _Binding(x) for name, x in tensors.items()}
         self._unbound = self._unbound.difference(held)
         if self._states <= held.keys():
             self._guard.fault = ""
@@ -262,7 +262,7 @@ class CompiledProgram:
     def _hold(self, name: str, x: Tensor) -> Tensor:
         """Where a tensor is from now on: in the kernel's memory, if it has it there."""
         held = self._held.get(name)
-        if held is None or _is_same(held, x):
+        if held is None or _Binding(held).has(x):
             return x
         if name in self._states:
             raise ProgramError(
@@ -442,7 +442,7 @@ class CompiledProgram:
         others: dict[str, Tensor] = {}
         for name, x in tensors.items():
             known = self._known.get(name)
-            if known is not None and _is_same(known, x):
+            if known is not None and known.has(x):
                 continue
             self._check_given(name, x)
             (inputs if name in self._copied else others)[name] = x
@@ -639,15 +639,31 @@ def _reaches_peers(comm: Communicator) -> bool:
     return len({*comm.all_gather_object(socket.gethostname())}) == 1
 
 
-def _is_same(one: Tensor, other: object) -> bool:
-    """Whether something given is a tensor of the same memory."""
-    if one is other:
-        return True
-    if not isinstance(other, Tensor) or other.shape != one.shape or other.dtype != one.dtype:
-        return False
-    if other.layout is not torch.strided or other.device != one.device:
-        return False
-    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+class _Binding:
+    """Where a tensor's values are, and how they lie there. Asked of each tensor that a call brings,
+    though it is the one of the call before: its owner may have pointed it elsewhere since, by
+    `x.data = y` or `x.t_()`, and a graph goes on to read where it was.
+    """
+
+    __slots__ = ("_address", "_alias", "_device", "_dtype", "_shape", "_strides")
+
+    def __init__(self, x: Tensor) -> None:
+        self._alias = x.detach()
+        """Keeps the memory from others."""
+        self._shape, self._strides, self._dtype = x.shape, x.stride(), x.dtype
+        self._address, self._device = x.data_ptr(), x.device
+
+    def has(self, x: object) -> bool:
+        """Whether something given is a tensor of the same memory."""
+        return (
+            isinstance(x, Tensor)
+            and x.layout is torch.strided
+            and x.data_ptr() == self._address
+            and x.shape == self._shape
+            and x.stride() == self._strides
+            and x.dtype is self._dtype
+            and x.device == self._device
+        )
 
 
 def _unbound(name: str) -> ProgramError:

@@ -102,7 +102,9 @@ class CapturedHost:
                 remedy="run it without capture",
             )
         self._given, self._matmuls = dict(tensors), evaluator.matmuls
-        self._inputs = {b.name for b in host.buffers if b.role == "input"}
+        inputs = [b.name for b in host.buffers if b.role == "input" and b.name in tensors]
+        self._inputs = {name: tensors[name].detach() for name in inputs}
+        """Where the graph reads them, though their owner may point those tensors elsewhere."""
         self._memory = memory or GraphMemory()
         states = {b.name for b in host.buffers if b.role == "state"} if copy_states else set()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -152,7 +154,7 @@ class CapturedHost:
         pairs = [
             (mine, x.detach())
             for name, x in inputs.items()
-            if name in self._inputs and (mine := self._given[name]) is not x
+            if (mine := self._inputs.get(name)) is not None
         ]
         if len(pairs) == 1:
             mine, x = pairs[0]

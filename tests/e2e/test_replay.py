@@ -160,6 +160,68 @@ def test_other_tensors_are_bound_by_name_and_captured_anew(graphs: list[Graph]):
     assert torch.equal(tensors["x"], torch.full((2, 4), 2.0))
 
 
+def elsewhere(x: Tensor) -> None:
+    """Other memory, other values."""
+    x.data = x.data + 1.0
+
+
+def transposed(x: Tensor) -> None:
+    """The same memory."""
+    x.copy_(torch.arange(16.0).view(4, 4)).t_()
+
+
+@pytest.mark.parametrize("change", [elsewhere, transposed])
+def test_a_bound_tensor_that_was_pointed_elsewhere_is_bound_anew(
+    change: Callable[[Tensor], None], graphs: list[Graph]
+):
+    step, tensors = compile_counter(), given()
+    step(tensors)
+    change(tensors["w"])
+    found = step(tensors)["y"]
+    assert torch.equal(found, tensors["x"] @ tensors["w"].T)
+    assert len(graphs) == 2
+    step(tensors)
+    assert len(graphs) == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (torch.ones(2, 3), r"f32\[2, 3\]"),
+        (torch.ones(2, 4, dtype=torch.float64), r"f64\[2, 4\]"),
+        (torch.ones(2, 4).to_sparse(), r"torch.sparse_coo f32\[2, 4\]"),
+        (torch.ones(2, 4, device="meta"), r"meta f32\[2, 4\]"),
+    ],
+)
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_what_a_mapping_has_now_is_looked_at_and_refused(
+    other: Tensor, found: str, is_bound: bool, graphs: list[Graph]
+):
+    """Also where it is the mapping of the call before."""
+    step, tensors = compile_counter(), given()
+    if is_bound:
+        step.bind(tensors)
+    step(tensors)
+    tensors["x"] = other
+    with pytest.raises(ProgramError, match=f"{found} for input 'x'"):
+        step(tensors)
+    assert graphs[0].num_runs == 1, "refused before anything runs"
+    tensors["x"] = torch.full((2, 4), 3.0)
+    assert step(tensors)["y"][0, 0] == 3
+
+
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_a_tensor_that_changed_its_shape_is_refused(is_bound: bool, graphs: list[Graph]):
+    step, tensors = compile_counter(), given()
+    if is_bound:
+        step.bind(tensors)
+    step(tensors)
+    tensors["x"].resize_(2, 3)
+    with pytest.raises(ProgramError, match=r"f32\[2, 3\] for input 'x'"):
+        step(tensors)
+    assert graphs[0].num_runs == 1, "refused before anything runs"
+
+
 @pytest.mark.parametrize("replay", [False, True])
 def test_calls_may_bring_other_states_a_few_times(replay: bool, graphs: list[Graph]):
     step, tensors = compile_counter(replay=replay), given()

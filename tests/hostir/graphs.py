@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distmega.hostir.run import evaluator
 
@@ -67,6 +67,8 @@ class RecordedGraph(TorchDispatchMode):
             if argument.is_write:
                 self.overwritten.append((x, x.clone()))
         results = func(*args, **(kwargs or {}))
+        # a graph knows memory: what becomes of the tensors themselves it does not see
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
 
         def again() -> None:
             found = func(*args, **(kwargs or {}))

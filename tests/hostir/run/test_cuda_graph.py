@@ -89,6 +89,15 @@ def test_outputs_are_the_callers_unless_asked_for_in_place(graphs: list[Recorded
     assert again is there
 
 
+def test_an_input_that_a_warm_program_made_may_be_pointed_elsewhere(graphs: list[RecordedGraph]):
+    step = opened(PROGRAMS["counting"](), warm=True)
+    own = step.tensors["x"]
+    own.data = torch.full((1, 4), 3.0)
+    assert torch.equal(step({"x": own})["y"], torch.full((1, 4), 6.0))
+    assert torch.equal(step({"x": torch.ones(1, 4)})["y"], torch.full((1, 4), 2.0))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_programs_are_captured_anew_while_outputs_in_place_are_held(
     is_alone: bool, graphs: list[RecordedGraph]
