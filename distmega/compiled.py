@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -446,7 +446,7 @@ class CompiledProgram:
                 continue
             self._check_given(name, x)
             (inputs if name in self._copied else others)[name] = x
-        if not self._unbound <= tensors.keys():
+        if self._unbound and not self._unbound <= tensors.keys():
             raise _unbound(min(self._unbound - tensors.keys()))
         if others:
             self._num_rebound += not others.keys().isdisjoint(self._bound)
@@ -533,9 +533,8 @@ class CompiledProgram:
 
     def _check_given(self, name: str, found: Tensor) -> None:
         """This rank's part of a tensor, as a call or `bind` is given it."""
-        self._check_name(name)
-        buffer = self._given[name]
-        if not isinstance(found, Tensor) or not fits(found, buffer):
+        buffer = self._given.get(name) or self._refuse_name(name)
+        if not fits(found, buffer):
             raise ProgramError(
                 f"{describe(found)} for {buffer.role} {name!r}",
                 expected=f"{buffer.dtype}{list(buffer.shape)}",
@@ -559,18 +558,18 @@ class CompiledProgram:
             last = name
             stop = x.data_ptr() + (x.nbytes if x.is_contiguous() else x.element_size())
 
-    def _check_name(self, name: str) -> None:
-        if name not in self._given:
-            raise ProgramError(
-                f"a value for {name!r}",
-                expected=f"one of {sorted(self._given)}",
-                remedy="give inputs, weights and states of the program by name",
-            )
+    def _refuse_name(self, name: str) -> NoReturn:
+        raise ProgramError(
+            f"a value for {name!r}",
+            expected=f"one of {sorted(self._given)}",
+            remedy="give inputs, weights and states of the program by name",
+        )
 
     def _check_whole(self, name: str, whole: Tensor) -> None:
-        self._check_name(name)
+        if name not in self._given:
+            self._refuse_name(name)
         tensor = self._wholes[name]
-        if not isinstance(whole, Tensor) or not fits(whole, tensor):
+        if not fits(whole, tensor):
             raise ProgramError(
                 f"{describe(whole)} for {tensor.role} {name!r}",
                 expected=f"{tensor.dtype}{list(tensor.shape)}, the whole tensor",

@@ -6,6 +6,7 @@ tensors.
 """
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -55,13 +56,14 @@ def empty_tensor(buffer: program.Tensor, device: torch.device) -> Tensor:
     return torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device=device)
 
 
-def fits(found: Tensor, wanted: program.Tensor) -> bool:
-    """Whether a given tensor has the shape and type asked for, and values at all: a meta tensor has
-    none, and a sparse one no strides.
+def fits(found: object, wanted: program.Tensor) -> TypeGuard[Tensor]:
+    """Whether something given is a tensor of the shape and type asked for, and has values at all: a
+    meta tensor has none, and a sparse one no strides.
     """
     return (
-        found.shape == wanted.shape
-        and dtype_name(found.dtype) == wanted.dtype
+        isinstance(found, Tensor)
+        and found.shape == wanted.shape
+        and found.dtype is TORCH_DTYPES[wanted.dtype]
         and found.layout is torch.strided
         and not found.is_meta
     )
@@ -79,7 +81,7 @@ def describe(given: object) -> str:
 
 def check_mapping(tensors: object) -> None:
     """ProgramError unless tensors come by name."""
-    if not isinstance(tensors, Mapping):
+    if type(tensors) is not dict and not isinstance(tensors, Mapping):  # asking that takes longer
         raise ProgramError(
             f"{type(tensors).__name__} in place of tensors by name",
             expected="a mapping of names to tensors",

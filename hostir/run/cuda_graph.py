@@ -19,6 +19,8 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.hostir.run.graph_breaks import tensor_breaks
 
+DEFAULT_STREAM = 0
+"""Address of torch's default stream, which is never destroyed."""
 NUM_WARM_UPS = 2
 """Runs before the capture: libraries choose and load their kernels, communicators connect."""
 
@@ -48,20 +50,33 @@ class GraphMemory:
         self.stream: torch.cuda.Stream | None = None
         """Of the last turn."""
         self._raw_stream = -1
+        self._marks_ends = False
+        """Whether each turn ends with an event. On the default stream nobody needs one before
+        another stream comes, and a call has one thing less to queue.
+        """
 
     def begin(self) -> None:
         """What is queued on the current stream from here on comes after the turn before."""
         # asked for by its address, which takes a twentieth of the time that torch's object takes
         raw_stream: int = torch._C._cuda_getCurrentRawStream(self._device)
         if raw_stream != self._raw_stream:
-            stream = torch.cuda.current_stream(self._device)
-            if self.stream is not None:
-                stream.wait_event(self._done)
-            self.stream, self._raw_stream = stream, raw_stream
+            self._change_stream(raw_stream)
+
+    def _change_stream(self, raw_stream: int) -> None:
+        stream, before = torch.cuda.current_stream(self._device), self.stream
+        if before is not None:
+            if not self._marks_ends:
+                self._done.record(before)
+            stream.wait_event(self._done)
+        # another stream may be destroyed before the next one comes; and where streams take turns,
+        # one waits for the turn alone, not for all that the other was given since
+        self._marks_ends = before is not None or raw_stream != DEFAULT_STREAM
+        self.stream, self._raw_stream = stream, raw_stream
 
     def end(self) -> None:
         """The turn ends with what the current stream has been given."""
-        self._done.record(self.stream)
+        if self._marks_ends:
+            self._done.record(self.stream)
 
 
 _shared: "WeakValueDictionary[int, GraphMemory]" = WeakValueDictionary()
@@ -131,6 +146,8 @@ class CapturedHost:
         except BaseException:
             self._matmuls.rewind()
             raise
+        given = self._given
+        self._made = {n: x for n, x in self._outputs.items() if given.get(n) is not x}
         _ALIVE.add(self)
 
     def run(self, inputs: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
@@ -142,25 +159,23 @@ class CapturedHost:
             self._copy(inputs)
         self._matmuls.settle()
         self._graph.replay()
-        outputs = self._outputs
+        outputs = self._outputs.copy()
         if copy:
-            given = self._given
-            outputs = {n: x if given.get(n) is x else x.clone() for n, x in outputs.items()}
+            outputs |= _copies(self._made)
         self._memory.end()
         return outputs
 
     def _copy(self, inputs: Mapping[str, Tensor]) -> None:
         """To where the graph reads them, in one launch where types and devices allow that."""
-        pairs = [
-            (mine, x.detach())
-            for name, x in inputs.items()
-            if (mine := self._inputs.get(name)) is not None
-        ]
-        if len(pairs) == 1:
-            mine, x = pairs[0]
-            mine.copy_(x)
-        elif pairs:
-            targets, sources = zip(*pairs, strict=True)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, x in inputs.items():
+            if (mine := self._inputs.get(name)) is not None:
+                targets.append(mine)
+                sources.append(x.detach() if x.requires_grad else x)
+        if len(targets) == 1:
+            targets[0].copy_(sources[0])
+        elif targets:
             torch._foreach_copy_(targets, sources)
 
     @property
@@ -171,6 +186,16 @@ class CapturedHost:
     def release(self) -> None:
         """Frees the graph; there are no more runs."""
         self._graph.reset()
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In new memory, in one launch where types and devices allow that."""
+    if len(tensors) == 1:
+        return {name: x.clone() for name, x in tensors.items()}
+    copies = {name: torch.empty_like(x) for name, x in tensors.items()}
+    if copies:
+        torch._foreach_copy_([*copies.values()], [*tensors.values()])
+    return copies
 
 
 Capture = Callable[[], CapturedHost]

@@ -209,7 +209,7 @@ def made_before_views(host: HostProgram, sources: Mapping[str, str]) -> set[str]
 
 def _fitting(buffer: program.Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     found = tensors.get(buffer.name)
-    if isinstance(found, Tensor) and fits(found, buffer):
+    if fits(found, buffer):
         return found
     what = describe(found) if buffer.name in tensors else "no tensor"
     raise ProgramError(
