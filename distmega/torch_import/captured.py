@@ -144,7 +144,7 @@ class CapturedModule:
         _require_apart(given, graph.updated.values())
         held = {name: hold(x) for name, x in given.items()}
         parts = {name: step.compiled.part(name, x) for name, x in held.items()}
-        out = step.compiled({**self._persistent, **step.constants, **parts})
+        out = step.compiled(parts)
         late = step.end({**step.wholes, **held, **out})
         for result, name in graph.updated.items():
             given[name].copy_(unhold(out[result], given[name].dtype))
@@ -212,11 +212,12 @@ class CapturedModule:
             owner = constants if name in captured.graph.constants else self._persistent
             if name not in owner:
                 owner[name] = _part(compiled, name, whole)
+        owners = {**self._persistent, **constants}
+        compiled.bind({name: owners[name] for name in captured.tensors})
         end = captured.graph.ending
         return _CapturedStep(
             captured=captured,
             compiled=compiled,
-            constants=constants,
             wholes={
                 name: captured.tensors[name].to(self._device)
                 for name in (end.operands if end else ())
@@ -228,13 +229,12 @@ class CapturedModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CapturedStep:
-    """A program for inputs of some shapes, this rank's parts of its constants, and what runs behind
-    it on whole tensors.
+    """A program for inputs of some shapes, its weights, states and constants bound, and what runs
+    behind it on whole tensors.
     """
 
     captured: Captured
     compiled: CompiledProgram
-    constants: Mapping[str, Tensor]
     wholes: Mapping[str, Tensor]
     ending: Callable[[Sequence[Tensor]], list[Any]] | None
 

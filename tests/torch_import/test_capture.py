@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import distmega
+from distmega.compiled import CompiledProgram
 from distmega.errors import CaptureError, PlanError, RankFailure
 from distmega.program.text import parse_program, print_program
 from distmega.sharding.layout.placements import Layout, Shard
@@ -45,6 +46,25 @@ class Counting(nn.Module):
         x[:, 0] = self.fixed[3]
         x.add_(self.old)
         return seen, x, self.total
+
+
+def test_a_call_brings_inputs_alone(monkeypatch: pytest.MonkeyPatch):
+    """Weights, states and constants are bound once, however many there are."""
+    brought: list[set[str]] = []
+    run = CompiledProgram.__call__
+
+    def call_compiled(compiled: CompiledProgram, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        brought.append(set(tensors))
+        return run(compiled, tensors)
+
+    monkeypatch.setattr(CompiledProgram, "__call__", call_compiled)
+    module = Counting()
+    x = torch.randn(3, 6)
+    ranks = open_ranks(distmega.capture(module, (x,)), 1)
+    for _ in range(2):
+        assert_close(call(ranks, x), [module(x)])
+    program = ranks[0].captured.program
+    assert brought == 2 * [{tensor.name for tensor in program.with_role("input")}]
 
 
 def test_buffers_that_change_are_states():
