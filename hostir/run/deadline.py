@@ -38,19 +38,20 @@ class Deadline:
     def __init__(self, what: str, limit_s: float) -> None:
         """what: for messages, such as "calls of program 'mlp' on rank 1"."""
         self.what, self.limit_s = what, limit_s
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._mark: tuple[torch.cuda.Event, float] | None = None
+        self._events = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._marks: tuple[tuple[torch.cuda.Event, float], ...] = ()
+        """A call and the latest one behind it, if there are any, and when they were queued."""
         self._thread: threading.Thread | None = None
 
     def note(self, stream: torch.cuda.Stream | None = None) -> None:
         """A call has been queued on a stream, by default the current one, which torch takes long to
         tell.
         """
-        if self._mark is not None and not self._event.query():  # type: ignore[no-untyped-call]
-            return
-        self._mark = None  # before the event stands for this call: see _look
-        self._event.record(stream)
-        self._mark = self._event, time.monotonic()
+        marked, (one, other) = self._marks[:1], self._events
+        event = other if marked and marked[0][0] is one else one
+        self._marks = marked  # before the event stands for this call: see _look
+        event.record(stream)
+        self._marks = *marked, (event, time.monotonic())
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="distmega-watch", daemon=True)
             self._thread.start()
@@ -62,7 +63,7 @@ class Deadline:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         ended = ends_within(done, self.limit_s)
-        self._mark = None
+        self._marks = ()
         if not ended:
             raise self._error()
 
@@ -79,15 +80,15 @@ class Deadline:
             self._look(time.monotonic())
 
     def _look(self, now: float) -> None:
-        """Ends the process if the marked call is still under way long behind its limit."""
-        mark = self._mark
-        if mark is None or now < mark[1] + self.limit_s + GRACE_S:
+        """Ends the process if a marked call is still under way long behind its limit."""
+        marks = self._marks
+        if not marks or now < marks[0][1] + self.limit_s + GRACE_S:
             return
         # asked only now: a question may spoil a capture that is under way elsewhere
-        reached = mark[0].query()  # type: ignore[no-untyped-call]
-        if self._mark is not mark:  # the event may stand for a later call by now
+        reached = marks[0][0].query()  # type: ignore[no-untyped-call]
+        if self._marks is not marks:  # calls go on, and the event may stand for a later one by now
             return
         if not reached:
             logger.critical("%s", self._error())
             os._exit(HUNG)
-        self._mark = None
+        self._marks = marks[1:]

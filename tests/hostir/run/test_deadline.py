@@ -1,5 +1,6 @@
 """Calls on a GPU end in time or raise; a host that never asks is ended."""
 
+import random
 import threading
 import time
 
@@ -65,7 +66,7 @@ def test_a_wait_in_vain_says_what_for_and_the_host_goes_on(
     calls.note()
     with pytest.raises(HangError, match=r"program 'p' on rank 1: still under way after 0\.05 s"):
         calls.wait()
-    assert calls._mark is None, "what the thread would look at"
+    assert not calls._marks, "what the thread would look at"
     assert not ended.is_set()
 
 
@@ -84,27 +85,96 @@ def test_calls_that_end_leave_nothing_to_watch(ended: threading.Event):
     assert not ended.wait(0.3)
 
 
-def test_one_event_stands_for_one_call_after_the_other(
+class Queue:
+    """A GPU that does one call after the other; an event is reached with the call it stands for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.num_queued = self.num_done = 0
+        queue = self
+
+        class Recorded(Event):
+            stands_for = 0
+
+            def record(self, stream: object = None) -> None:
+                self.stands_for = queue.num_queued
+
+            def query(self) -> bool:
+                return self.stands_for <= queue.num_done
+
+        monkeypatch.setattr(torch.cuda, "Event", Recorded)
+        monkeypatch.setattr(Deadline, "_watch", lambda calls: None)
+        monkeypatch.setattr(deadline.time, "monotonic", lambda: self.now)
+        self.calls = Deadline("calls", 3.0)
+
+    def call(self) -> None:
+        self.num_queued += 1
+        self.calls.note()
+
+    def pass_time(self, num_s: int) -> None:
+        """The thread looks once a second."""
+        for _ in range(num_s):
+            self.now += 1
+            self.calls._look(self.now)
+
+
+def test_a_call_that_hangs_behind_one_under_way_is_ended(
     monkeypatch: pytest.MonkeyPatch, ended: threading.Event
 ):
-    """The thread asks for a call while the host, which found it ended, records a later one: what it
-    hears is of the later one.
-    """
-    monkeypatch.setattr(Deadline, "_watch", lambda calls: None)
-    calls = Deadline("calls", 0.05)
-    calls.note()
-    num_asked = 0
-
-    def query() -> bool:
-        nonlocal num_asked
-        num_asked += 1
-        if num_asked == 1:
-            calls.note()
-        return num_asked == 2  # asked by that call; then it stands for that, under way
-
-    monkeypatch.setattr(calls._event, "query", query)
-    calls._look(time.monotonic() + 1)
-    assert num_asked == 2
+    """Its host, which queued it ahead, makes no other."""
+    queue = Queue(monkeypatch)
+    for _ in range(3):
+        queue.call()
+    queue.num_done = 1
+    queue.pass_time(2)
     assert not ended.is_set()
-    calls._look(time.monotonic() + 1)
+    queue.pass_time(3)
+    assert ended.is_set()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_calls_that_end_in_time_are_left_alone_and_others_ended(
+    seed: int, monkeypatch: pytest.MonkeyPatch, ended: threading.Event
+):
+    """Whatever is under way while others are queued; from some call on none ends."""
+    numbers, queue = random.Random(seed), Queue(monkeypatch)
+    queued_at: list[int] = []
+    for _ in range(60):
+        for _ in range(numbers.choice((0, 0, 1, 3))):
+            queue.call()
+            queued_at.append(queue.now)
+        queue.num_done = numbers.randint(queue.num_done, queue.num_queued)
+        while queue.num_done < len(queued_at) and queued_at[queue.num_done] < queue.now - 1:
+            queue.num_done += 1
+        queue.pass_time(1)
+        assert not ended.is_set()
+    queue.call()
+    for _ in range(numbers.randint(0, 4)):
+        queue.call()
+        queue.pass_time(numbers.randint(0, 1))
+    queue.pass_time(5)
+    assert ended.is_set()
+
+
+def test_an_event_stands_for_one_call_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, ended: threading.Event
+):
+    """The thread asks for a call while the host, which has waited for it, queues a later one: what
+    it hears is of the later one.
+    """
+    queue = Queue(monkeypatch)
+    queue.call()
+    (event, _) = queue.calls._marks[0]
+    query = event.query
+
+    def ask() -> bool:
+        queue.num_done = queue.num_queued
+        queue.calls.wait()
+        queue.call()
+        monkeypatch.setattr(event, "query", query)
+        return event.query()
+
+    monkeypatch.setattr(event, "query", ask)
+    queue.pass_time(4)
+    assert not ended.is_set()
+    queue.pass_time(3)
     assert ended.is_set()
