@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import transformers
 
 from distmega.errors import ModelError
@@ -113,6 +114,34 @@ def test_windows_of_experts_are_those_of_transformers(num_window_layers: int | N
     assert read(**asked, model_type="qwen2_moe").windows == (windows if any(windows) else ())
     assert read(**asked, model_type="qwen3_moe").windows == (8,) * 4  # whatever the number says
     assert read(**asked, model_type="mixtral").windows == (8,) * 4
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
+def test_layer_types_mean_what_they_do_to_transformers(family: str, tmp_path: Path):
+    """By what a model gives whose layers are all said to see everything: is that heeded?"""
+    small = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64,
+        "num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 64,
+        "model_type": family, "use_sliding_window": True, "max_window_layers": 0,
+    }  # fmt: skip
+    types = ["full_attention"] * 2
+
+    def logits(**more: object) -> torch.Tensor:
+        (tmp_path / "config.json").write_text(json.dumps({**small, **EXPERTS, **more}))
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            found: torch.Tensor = model(torch.arange(12)[None], use_cache=False).logits
+        return found
+
+    wide, narrow = logits(sliding_window=64), logits(sliding_window=3)
+    named = logits(sliding_window=3, layer_types=types)
+    assert not torch.allclose(wide, narrow)
+    heeded = torch.allclose(named, wide)
+    assert heeded != torch.allclose(named, narrow)
+    windows = read(**{**small, **EXPERTS}, sliding_window=3, layer_types=types).windows
+    assert windows == (() if heeded else (3, 3))
 
 
 def test_dense_layers_are_those_of_families_that_know_them():

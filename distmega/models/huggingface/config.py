@@ -30,7 +30,7 @@ _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
     """What a config.json of this family means where it says nothing; 0 stands for "derived from
-    other values".
+    other values". layer_types: whether transformers takes layers that see a window from these.
     """
 
     num_kv_heads: int = 0
@@ -40,6 +40,7 @@ class _Family:
     rope_base: float = 10000.0
     slides: Sliding = "none"
     sliding_window: int = 0
+    layer_types: bool = True
     max_window_layers: int = 28
     qkv_bias: bool = False
     attention_bias: bool = False
@@ -74,6 +75,7 @@ _FAMILIES = {
         max_positions=32768,
         slides="all",
         sliding_window=4096,
+        layer_types=False,
         qk_norm=True,
         experts=True,
     ),
@@ -83,6 +85,7 @@ _FAMILIES = {
         norm_eps=1e-5,
         rope_base=1e6,
         slides="all",
+        layer_types=False,
         experts=True,
     ),
     "olmoe": _Family(
@@ -246,8 +249,8 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int, ...]:
-    """Window of each layer: of those that layer_types names, or else of those of the family, where
-    use_sliding_window doesn't say that there are none.
+    """Window of each layer: of those that layer_types names, if the family reads that, or else of
+    those of the family, where use_sliding_window doesn't say that there are none.
     """
     if family.slides == "none":
         return ()
@@ -258,7 +261,7 @@ def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int, ...
         return ()
     if window < 1:
         raise fields.bad("sliding_window", "a window of at least 1 token, or null")
-    if "layer_types" in fields:
+    if family.layer_types and "layer_types" in fields:
         types = fields.sequence("layer_types", str)
         if len(types) != num_layers or set(types) - {"full_attention", "sliding_attention"}:
             raise fields.bad("layer_types", f"{num_layers} of full_attention or sliding_attention")
