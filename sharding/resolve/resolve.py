@@ -131,6 +131,9 @@ class Resolver:
         return RankSchedule(steps=tuple(self.steps), locals=self.locals, homes=self.homes)
 
     def resolve_op(self, op: Op) -> None:
+        """Adds the collectives that bring its operands into the layouts of its splits, and the op
+        itself. InexactSplitError as `run`.
+        """
         splits = self.chosen[op.name]
         if (parts := self.parts_added(op, splits)) is not None:
             splits = tuple(each for each in splits if each[0] not in parts.partial_axes)

@@ -309,6 +309,7 @@ class AxisSearch:
     def move_time(
         self, shape: tuple[int, ...], item_bytes: int, source: int, target: int
     ) -> int | None:
+        """As `move`, computed anew."""
         here = self.placements[source]
         steps = table(here, self.placements[target])
         if steps is None:

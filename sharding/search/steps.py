@@ -126,6 +126,9 @@ class StepBuilder:
         return {name: tuple(placements) for name, placements in found.items()}
 
     def step(self, position: int, op: Op) -> SearchStep:
+        """The step of op number `position`: each operand by its slot among the live tensors, and
+        the slots that stay live behind it.
+        """
         slots = {name: slot for slot, name in enumerate(self.live)}
         num_before = len(slots)
         taken = self.situation.taken.get(op.name, ())
@@ -148,6 +151,7 @@ class StepBuilder:
         )
 
     def is_constant(self, name: str) -> bool:
+        """Whether a tensor from outside has one placement, so that no slot is kept for it."""
         return self.tensors[name].role != "temp" and name in self.situation.pins
 
     def operand(
@@ -159,6 +163,9 @@ class StepBuilder:
         *,
         is_read: bool,
     ) -> StepOperand:
+        """What the search is told of an operand. slots: of live tensors, by name; taken: axes that
+        are divided already, by how much.
+        """
         tensor = self.tensors[access.tensor]
         constant, temp = self.is_constant(tensor.name), tensor.role == "temp"
         volatile = tensor.name in self.volatile

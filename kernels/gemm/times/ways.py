@@ -33,15 +33,21 @@ class MatmulModel:
 
     @property
     def host_us(self) -> float:
+        """See OverlapModel."""
         return self.rates.host_us
 
     @property
     def replay_us(self) -> float:
+        """See OverlapModel."""
         return self.rates.replay_us
 
     def way_times_us(
         self, product: Product, chunk_counts: Sequence[int], *, peer_copies: bool = False
     ) -> tuple[dict[tuple[Way, int], float], dict[str, str]]:
+        """Predicted microseconds of each way that is possible, by way and number of chunks, and why
+        the others are not. peer_copies: whether a collective through peer memory may stand in for
+        the kernel.
+        """
         rates, collective, extents = self.rates, product.collective, product.extents
         times: dict[tuple[Way, int], float] = {
             ("sequential", 0): nccl_us(collective, extents, rates)

@@ -40,6 +40,9 @@ def position_squares(draft: BatchDraft) -> None:
 
 
 def epilogue_of(draft: BatchDraft, op: FusedContraction) -> BatchEpilogue:
+    """What becomes of an op's products. UnsupportedError for more operands than epilogues take, and
+    for an id that is chosen from what others take too.
+    """
     if len(op.operands) + len(op.streams) > MAX_CARRIED + 1:  # one less where streams meet
         raise unfit(f"{op.name!r}, whose epilogue takes {op.operands}")
     norm, publishes = draft.published(op.outs[0])

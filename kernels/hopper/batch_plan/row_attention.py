@@ -73,6 +73,9 @@ def cached_late_us(queues: BatchQueues) -> float:
 
 
 def shape_of(op: FusedRowAttention) -> RowAttentionShape:
+    """Its extents; rows and keys are constants of the kernel only where there are several
+    sequences.
+    """
     is_one = op.num_sequences == 1
     return RowAttentionShape(
         num_heads=op.num_heads,

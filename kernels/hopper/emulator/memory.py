@@ -151,10 +151,14 @@ class FlaggedWords:
         return self.snapshots[number].agent != store.writer.number
 
     def who_wrote(self, word: int) -> str:
+        """The last writer of a word, for messages."""
         number = int(self.writer[word])
         return f"agent {self.snapshots[number].agent}" if number >= 0 else "nobody"
 
     def apply(self, store: PendingStore) -> None:
+        """Makes a store visible. CheckError where flags don't grow, where two agents write
+        different values, and where the writer can't know that all readers are done.
+        """
         old = self.flag[store.at] > store.flag
         others = [i for i in self.writer[store.at[old]] if self.is_others(i, store)]
         if others:
@@ -193,6 +197,7 @@ class FlaggedWords:
                 self.order.wake(("word", self.rank, word))
 
     def number_of(self, snapshot: Snapshot) -> int:
+        """The number by which `writer` names a snapshot."""
         if id(snapshot) not in self.numbered:
             self.numbered[id(snapshot)] = len(self.snapshots)
             self.snapshots.append(snapshot)
@@ -230,6 +235,9 @@ class PlainData:
         return self.values[at]
 
     def apply(self, store: PendingStore) -> None:
+        """Makes a store visible. CheckError where its writer can't know that a reader, or another
+        writer, is done.
+        """
         for number, last in self.readers.items():
             late = last[store.at] > store.snapshot.done[number]
             if number != store.writer.number and late.any():

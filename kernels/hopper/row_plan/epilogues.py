@@ -69,7 +69,7 @@ def find_epilogues(draft: RowDraft) -> list[Epilogue]:
     for op in draft.fused:
         if isinstance(op, FusedContraction):
             one = epilogue_of(draft, op)
-            key = epilogue_key(draft, op)
+            key = epilogue_key(one)
             if key not in found or found[key].publishes == "nothing":
                 found[key] = one
     if len(found) > MAX_EPILOGUES:
@@ -78,6 +78,9 @@ def find_epilogues(draft: RowDraft) -> list[Epilogue]:
 
 
 def epilogue_of(draft: RowDraft, op: FusedContraction) -> Epilogue:
+    """What becomes of an op's products. UnsupportedError for more operands than epilogues take, and
+    for an id that is chosen from several products.
+    """
     if len(op.operands) > MAX_CARRIED or (op.operands and len(op.streams) > 1):
         raise unfit(f"{op.name!r}, whose epilogue takes {op.operands}")
     if draft.is_ranked(op) and (len(op.streams) > 1 or op.num_ranks > 1):
@@ -104,32 +107,21 @@ def is_gathered(draft: RowDraft, op: FusedContraction) -> bool:
 
 
 def is_weighted(op: FusedContraction) -> bool:
+    """Whether its rows are those of experts, whose weights the epilogue multiplies in."""
     return op.experts is not None and op.experts.by == "rows"
 
 
-def epilogue_key(draft: RowDraft, op: FusedContraction) -> tuple[object, ...]:
-    numbers = published_form(draft, op.name, op.outs, len(op.streams)) == "numbers"
-    ranked, weighted = draft.is_ranked(op), is_weighted(op)
-    summed, gathered = op.num_ranks > 1, is_gathered(draft, op)
-    return len(op.streams), op.formula, numbers, summed, ranked, weighted, gathered
+def epilogue_key(one: Epilogue) -> tuple[object, ...]:
+    """What ops of one epilogue have in common: all but whether somebody polls their results."""
+    numbers = one.publishes == "numbers"
+    kind = one.num_streams, one.formula, numbers
+    return *kind, one.summed, one.ranked, one.weighted, one.gathered
 
 
 def epilogue_number(draft: RowDraft, op: FusedContraction) -> int:
-    key = epilogue_key(draft, op)
-    return next(
-        i
-        for i, one in enumerate(draft.epilogues)
-        if (
-            one.num_streams,
-            one.formula,
-            one.publishes == "numbers",
-            one.summed,
-            one.ranked,
-            one.weighted,
-            one.gathered,
-        )
-        == key
-    )
+    """The place of an op's epilogue among the draft's."""
+    keys = [epilogue_key(one) for one in draft.epilogues]
+    return keys.index(epilogue_key(epilogue_of(draft, op)))
 
 
 def published_form(

@@ -118,6 +118,7 @@ def is_last(fusion: Fusion, op: Op) -> bool:
 
 
 def fuse_embedding(fusion: Fusion, op: Op) -> Fused:
+    """Rows of a table, with the sum over ranks that share it, or the gather of its columns."""
     out, num_ranks, ops = fusion.summed(op)
     has_heads = len(fusion.tensors[out].shape) > 2
     if has_heads or bool(op.get("base_axis", "")) != (num_ranks > 1):
