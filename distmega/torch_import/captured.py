@@ -274,7 +274,8 @@ def capture(
     dynamic: a CapturedModule takes inputs of other shapes and other numbers too, each captured when
     first seen.
     The module runs as it is, in training or evaluation mode. CaptureError says what torch.export
-    refused, and what programs can't hold.
+    refused, what programs can't hold, and which inputs lie in the same memory where the module
+    overwrites one of them.
     """
     if not isinstance(args, tuple | list):
         raise CaptureError(
@@ -282,7 +283,11 @@ def capture(
             expected="a tuple of the module's arguments",
             remedy="write capture(module, (x,))",
         )
-    exported = export_module(module, args, kwargs or {})
+    try:
+        exported = export_module(module, args, kwargs or {})
+    except CaptureError:
+        _require_inputs_apart(module, args, kwargs or {})
+        raise
     graph = convert(exported, type(module).__name__)
     stored = {**exported.constants, **exported.state_dict}
     tensors = {name: hold(stored[target].detach()) for name, target in graph.targets.items()}
@@ -302,16 +307,37 @@ def overlap(tensors: Iterable[Tensor]) -> bool:
     """Whether any two lie in the same memory; also where only the ranges do in which they lie."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for x in tensors:
-        if x.numel() == 0 or x.is_meta:
+        if x.numel() == 0:
             continue
         last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
         start = x.storage_offset() * x.element_size()
         stop = start + (last + 1) * x.element_size()
-        others = ranges.setdefault(x.untyped_storage().data_ptr(), [])
+        storage = x.untyped_storage()
+        where = storage._cdata if x.is_meta else storage.data_ptr()
+        others = ranges.setdefault(where, [])
         if any(start < end and begin < stop for begin, end in others):
             return True
         others.append((int(start), int(stop)))
     return False
+
+
+def _require_inputs_apart(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """As _require_apart, of a module that torch.export refused: what it overwrites is seen where
+    each input has memory of its own.
+    """
+    given = tuple(args), dict(kwargs)
+    flat = pytree.tree_leaves(given)
+    if not overlap(x for x in flat if isinstance(x, Tensor) and x.layout is torch.strided):
+        return
+    own = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
+    try:
+        graph = convert(export_module(module, *own), type(module).__name__)
+    except CaptureError:
+        return
+    inputs = {name: x for name, x in zip(graph.inputs, flat, strict=True) if name is not None}
+    _require_apart(inputs, graph.updated.values())
 
 
 def _require_apart(given: Mapping[str, Tensor], updated: Collection[str]) -> None:

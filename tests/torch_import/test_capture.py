@@ -144,6 +144,35 @@ def test_results_that_are_views_of_inputs_stay_so():
     assert_close(found[1], x.flatten()[2:])
 
 
+class Overwriting(torch.nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor, *, more: list[torch.Tensor]):
+        y.add_(1)
+        return x * y + more[0]
+
+
+def test_one_tensor_given_twice_and_overwritten_is_named_at_capture():
+    x, z = torch.ones(4, 4), torch.ones(4, 4)
+    for other in (x, x[:], x.t()):
+        with pytest.raises(CaptureError, match=r"^inputs y and x in the same memory; .*y\.clone"):
+            distmega.capture(Overwriting(), (x, other), {"more": [z]})
+    with pytest.raises(CaptureError, match=r"^inputs y and more_0 in the same memory"):
+        distmega.capture(Overwriting(), (x, z), {"more": [z]})
+    meta = torch.ones(4, 4, device="meta")
+    with pytest.raises(CaptureError, match=r"^inputs y and x in the same memory"):
+        distmega.capture(Overwriting(), (meta, meta), {"more": [z.to("meta")]})
+    distmega.capture(Overwriting(), (x, z), {"more": [x]})  # twice, and only read
+
+
+def test_what_else_is_refused_stays_so_with_one_tensor_given_twice():
+    class Branching(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x if bool(y.sum() > 0) else -y
+
+    x = torch.ones(4)
+    with pytest.raises(CaptureError, match="depend on data"):
+        distmega.capture(Branching(), (x, x))
+
+
 def test_inputs_that_overlap_one_that_is_overwritten_are_refused():
     (rank,) = open_ranks(distmega.capture(Views(), (torch.ones(2, 4), torch.ones(3, 2))), 1)
     x = torch.ones(16)
