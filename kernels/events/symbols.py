@@ -37,8 +37,8 @@ def spread_symbols(program: Program, symbols: Mapping[str, tuple[str, int]]) -> 
                 expected="letters, digits and underscores, so that it can be printed",
                 remedy="give it another name",
             )
-        known = tensors.get(tensor) if isinstance(tensor, str) else None
-        dims_there = range(len(known.shape)) if known else ()
+        named = tensors.get(tensor) if isinstance(tensor, str) else None
+        dims_there = range(len(named.shape)) if named else ()
         if type(dim) is not int or dim not in dims_there:
             raise ProgramError(
                 f"symbol {symbol!r} for dim {dim!r} of {tensor!r}",
