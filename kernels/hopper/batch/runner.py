@@ -121,6 +121,9 @@ class BatchRunner:
             self.logits = _view_logits(queues, symmetric_buffers[team_rank])
         self._sums = zeros(max(queues.num_slots, 1), num_rows, MAX_SMS)
         self._bests = zeros(num_rows, MAX_SMS)
+        self._bests_given = torch.full_like(self._bests, -math.inf)
+        """Where ids are given: the first SM has found them."""
+        self._bests_given[:, 0] = 0.0
         self._best_rows = zeros(num_rows, MAX_SMS, dtype=torch.int32)
         columns = SLICE_K * -(-self._shape.head_dim // SLICE_K)
         of_attention = num_sms * 2 * (MAX_QUERIES * columns + PARTIAL_EXTRA)
@@ -245,10 +248,9 @@ class BatchRunner:
 
     def _set_ids(self, ids: Tensor) -> None:
         """Puts the ids where the kernel looks for those of the step before."""
-        self._bests.fill_(-math.inf)
-        self._bests[:, 0] = 0.0
+        self._bests.copy_(self._bests_given)
         first_id = 0 if self.queues.gathers else self.queues.first_id
-        self._best_rows[: len(ids), 0] = (ids - first_id).to(torch.int32)
+        torch.sub(ids, first_id, out=self._best_rows[: len(ids), 0])
 
     def _set_given(self, tensors: Mapping[str, Tensor]) -> None:
         """Writes the numbers that the kernel finds where others leave theirs."""
@@ -266,7 +268,7 @@ class BatchRunner:
 
     def _set_positions(self, positions: Tensor) -> None:
         first = STATE_POSITIONS
-        self._state[first : first + len(positions)] = positions.to(torch.int32)
+        self._state[first : first + len(positions)].copy_(positions)
 
     def prepare(self) -> None:
         """See SteppingRunner."""

@@ -1,15 +1,18 @@
 """Later launches give the compiled kernel exactly what Triton gave it in the first."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from distmega.kernels.gemm.device import start
 from distmega.kernels.gemm.times.tile_times import Tiles
 from distmega.kernels.hopper.batch.bodies.limits import list_words
-from distmega.kernels.hopper.batch_plan.words import BATCH
+from distmega.kernels.hopper.batch_plan.words import BATCH, STATE_POSITIONS
 from distmega.kernels.hopper.one_row.runner import RowRunner
 from distmega.models.sampling import GREEDY, Method
 from tests.kernels import offline
@@ -46,6 +49,45 @@ def test_a_prepared_kernel_is_the_one_that_runs(monkeypatch, batch):
             runner.run_steps(num_steps)
     assert len(loaded) <= 1, "tests before may have loaded it"
     assert_same(seen)
+
+
+class Queued(TorchDispatchMode):
+    """Ops of torch that queue work, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_a_batched_step_begins_with_one_op_a_thing_that_it_is_told(monkeypatch):
+    """Each takes the GPU 1 to 2 us before every step of a captured program."""
+    with offline.offline(monkeypatch):
+        runner = open_batch_runner(decode_plan("smollm2-135m", 1, 3))
+    monkeypatch.setattr(runner, "_run", lambda num_steps, stamps: None)
+    ids, positions, chosen = torch.tensor([[5, 0, 7], [1, 2, 3], [0, 0, 0]])
+    with Queued() as queued:
+        runner.launch({"tokens": ids, "positions": positions, "next": chosen})
+    assert queued.names == ["copy_", "sub", "copy_", "copy_"], "bests, ids, positions; ids chosen"
+    assert runner._best_rows[:3, 0].tolist() == [5, 0, 7]
+    assert runner._bests[:, 0].eq(0).all()
+    assert runner._bests[:, 1:].eq(-math.inf).all()
+    assert runner._state[STATE_POSITIONS:][:3].tolist() == [1, 2, 3]
+    runner._bests.fill_(1.0)
+    runner.start([9, 8], [4, 5])
+    assert runner._bests[:, 0].eq(0).all()
+    assert runner._best_rows[:2, 0].tolist() == [9, 8]
+    assert runner._state[STATE_POSITIONS:][:3].tolist() == [4, 5, 3]
 
 
 @pytest.mark.parametrize(
