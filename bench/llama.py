@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class StepSizes:
     """Sizes of a step. dim: elements of a head; cached: positions of a cache."""
 
     variant: str
@@ -68,7 +68,7 @@ def llama_1b(
     num_heads, kv_heads, dim = heads
     if variant == "heads96":
         num_heads, kv_heads, dim = num_heads * 3 // 4, kv_heads * 3 // 4, 96
-    shape = Shape(
+    shape = StepSizes(
         variant=variant,
         layers=layers,
         hidden=hidden,
@@ -113,7 +113,7 @@ def _layer(variant: str, parts: _Parts[T], x: T, i: int) -> T:
 class _Step:
     """The program under construction. marks: how ranks divide its weights."""
 
-    shape: Shape
+    shape: StepSizes
     p: ProgramBuilder
     marks: dict[str, Layout] = field(default_factory=dict)
     at: Handle = field(init=False)
@@ -182,7 +182,7 @@ class _Step:
 class _InTorch:
     """The same step on a rank's tensors by name; total: the sum over ranks."""
 
-    def __init__(self, shape: Shape, own: Tensors, total: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, shape: StepSizes, own: Tensors, total: Callable[[Tensor], Tensor]) -> None:
         self.shape, self.own, self.total = shape, own, total
         self.at = own["position"]
         self.cos, self.sin = own["rope"][self.at].to(own["embed"].dtype).chunk(2, -1)

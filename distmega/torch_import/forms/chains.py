@@ -27,12 +27,14 @@ def join_chains(draft: Draft) -> None:
     for op in reversed(draft.ops):
         if op.name in changes or not _is_chain(draft, op):
             continue
-        chain = _Chain(expr.parse(str(op.attr("expr"))), [read.tensor for read in op.reads])
+        joined = _JoinedFormula(
+            expr.parse(str(op.attr("expr"))), [read.tensor for read in op.reads]
+        )
         out, taken = draft.tensors[op.writes[0].tensor], list[Op]()
-        while before := chain.take_one(draft, out.shape, producers, num_users):
+        while before := joined.take_one(draft, out.shape, producers, num_users):
             taken.append(before)
         if taken:
-            tree, names = in_order(chain.tree, chain.names)
+            tree, names = in_order(joined.tree, joined.names)
             operands = [draft.tensors[name] for name in names]
             made, _ = pointwise(out.name, str(tree), *operands, dtype=out.dtype)
             changes |= {before.name: [] for before in taken}
@@ -41,7 +43,7 @@ def join_chains(draft: Draft) -> None:
 
 
 @dataclass(slots=True)
-class _Chain:
+class _JoinedFormula:
     """An expression and the tensors that its arguments are, which grow as ops are taken in."""
 
     tree: expr.Expr
