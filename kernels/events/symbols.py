@@ -23,14 +23,14 @@ def spread_symbols(program: Program, symbols: Mapping[str, tuple[str, int]]) -> 
     require(symbols, Mapping, "symbols", "(tensor, dim) by name of the symbol")
     tensors = program.tensor_map()
     dims: dict[tuple[str, int], str] = {}
-    for symbol, place in symbols.items():
-        if not isinstance(place, tuple) or len(place) != 2:
+    for symbol, pair in symbols.items():
+        if not isinstance(pair, tuple) or len(pair) != 2:
             raise ProgramError(
-                f"symbol {symbol!r} for {place!r:.60}",
+                f"symbol {symbol!r} for {pair!r:.60}",
                 expected="a pair (tensor, dim)",
                 remedy="name the tensor and the dim whose extent it is",
             )
-        tensor, dim = place
+        tensor, dim = pair
         if not isinstance(symbol, str) or not re.fullmatch(r"\w+", symbol):
             raise ProgramError(
                 f"symbol {symbol!r}",
