@@ -180,7 +180,8 @@ def measure(
         assert far < TOLERANCE, f"{case.text}: {far} from torch"
         assert step.stats.replayed, step.stats.reason
         graph, _ = captured(in_torch)
-        runs: dict[str, Call] = {OURS: lambda: step(inputs), GRAPH: graph.replay}
+        # outputs stay in the graph's memory on both sides
+        runs: dict[str, Call] = {OURS: lambda: step(inputs, inplace=True), GRAPH: graph.replay}
         if with_compile:
             torch._dynamo.reset()
             # in a graph of ours: its own would copy the weights, which are no parameters, each call
