@@ -9,6 +9,7 @@ hostir/lower/lower.py, then hostir/run/cuda_graph.py.
 import hashlib
 import logging
 import socket
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,7 @@ from distmega.hostir.comm.communicator import Communicator, TeamCommunicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import HostProgram, LaunchMegakernel, LibraryOp, walk_nodes
 from distmega.hostir.ir.text import print_host
+from distmega.hostir.ir.uses import storage_of, view_sources
 from distmega.hostir.library.torch_types import check_mapping, describe, empty_tensor, fits
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
@@ -433,6 +435,8 @@ class CompiledProgram:
             for name, x in inputs.items()
         }
         outputs = (evaluator or self._evaluator).run({**inputs, **self._bound})
+        for name in self._shown.keys() & self._copied & self._bound.keys():
+            outputs |= {out: outputs[out].clone() for out in self._shown[name]}
         self._num_compilations += num_compiled() - before
         return outputs
 
@@ -526,6 +530,15 @@ class CompiledProgram:
     @cached_property
     def _inputs(self) -> frozenset[str]:
         return frozenset(n for n, buffer in self._given.items() if buffer.role == "input")
+
+    @cached_property
+    def _shown(self) -> Mapping[str, list[str]]:
+        """Inputs that outputs are, or are views of, and these outputs."""
+        found, sources = defaultdict[str, list[str]](list), view_sources(self.host.body)
+        for out in self.host.outputs:
+            if (name := storage_of(out, sources)) in self._inputs:
+                found[name].append(out)
+        return found
 
     @cached_property
     def _given(self) -> Mapping[str, program.Tensor]:

@@ -146,13 +146,13 @@ class CapturedHost:
         except BaseException:
             self._matmuls.rewind()
             raise
-        given = self._given
-        self._made = {n: x for n, x in self._outputs.items() if given.get(n) is not x}
+        kept = self._given.keys() - self._inputs.keys()
+        self._made = {n: x for n, x in self._outputs.items() if n not in kept}
         _ALIVE.add(self)
 
     def run(self, inputs: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
-        """Outputs by name, overwritten by the next run unless copied; what the program was given
-        and gives back is never copied. inputs: those to change since the last.
+        """Outputs by name, overwritten by the next run unless copied; weights and states that it
+        gives back are never copied. inputs: those to change since the last.
         """
         self._memory.begin()
         if inputs:

@@ -126,6 +126,20 @@ def test_an_input_that_a_warm_program_made_may_be_pointed_elsewhere(graphs: list
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("replay", [True, False])
+def test_an_input_that_is_an_output_stays_what_it_was(
+    replay: bool, warm: bool, graphs: list[RecordedGraph]
+):
+    """Also a view of one, though the program has memory that the next call's input is copied to."""
+    p = ProgramBuilder("back")
+    x = p.input("x", (2, 3))
+    step = opened(p.build(x, p.reshape(x, (6,), view=True)), replay=replay, warm=warm)
+    found = [step({"x": torch.full((2, 3), float(number))}) for number in range(3)]
+    for number, outputs in enumerate(found):
+        assert all(out.eq(number).all() for out in outputs.values())
+
+
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_programs_are_captured_anew_while_outputs_in_place_are_held(
     is_alone: bool, graphs: list[RecordedGraph]
