@@ -15,6 +15,7 @@ from distmega.compiled import CompiledProgram
 from distmega.errors import CheckError, HangError, ProgramError
 from distmega.hostir import SingleCommunicator
 from distmega.hostir.run import cuda_graph, evaluator
+from distmega.kernels.whole import WholeKernel
 from tests.hostir.threads import ThreadCommunicator, Wires
 
 ONE = distmega.DeviceMesh(tp=1)
@@ -319,6 +320,27 @@ def test_states_are_void_after_a_hang_until_they_are_bound_again(replay: bool, g
         step({"x": tensors["x"]})
     step.bind({"s": torch.zeros(2, 4)})
     assert torch.equal(step({"x": tensors["x"]})["s"], torch.ones(2, 4))
+
+
+def test_a_wait_that_expired_in_a_kernel_is_reported_by_the_next_call(
+    graphs: list[Graph], monkeypatch: pytest.MonkeyPatch
+):
+    """Though it brings what the call before brought; nothing runs."""
+    step, tensors = compile_counter(warm=True, megakernel=True), {"x": torch.ones(2, 4)}
+    step(tensors)
+
+    def raise_hang(kernel: WholeKernel) -> None:
+        raise HangError("SM 3 waited 2 s for event 7", expected="it", remedy="look")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WholeKernel, "raise_hang", raise_hang)
+        with pytest.raises(HangError, match="SM 3 waited"):
+            step(tensors)
+    with pytest.raises(ProgramError, match="void since HangError: SM 3 waited"):
+        step(tensors)
+    assert graphs[0].num_runs == 1
+    step.bind(step.tensors)
+    assert torch.equal(step(tensors)["s"], torch.full((2, 4), 2.0))
 
 
 class Talking(ThreadCommunicator):

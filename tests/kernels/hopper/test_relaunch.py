@@ -71,7 +71,7 @@ class Queued(TorchDispatchMode):
 
 
 def test_a_batched_step_begins_with_one_op_a_thing_that_it_is_told(monkeypatch):
-    """Each takes the GPU 1 to 2 us before every step of a captured program."""
+    """Each is a kernel of its own before that of the step, also in a graph."""
     with offline.offline(monkeypatch):
         runner = open_batch_runner(decode_plan("smollm2-135m", 1, 3))
     monkeypatch.setattr(runner, "_run", lambda num_steps, stamps: None)
