@@ -138,13 +138,14 @@ def with_waits(queues: Queues) -> Queues:
         rest = tuple(e for e in graph.waits.get(entry.task, ()) if e not in first)
         return Entry(entry.task, first, rest)
 
-    def drain(entry: Drain) -> Drain:
-        tasks = [each.task for each in queues.regions[entry.region].entries]
-        found = dict.fromkeys(event for task in tasks for event in first_waits(task))
-        return Drain(entry.region, tuple(found))
-
+    drains = [
+        Drain(
+            number, tuple(dict.fromkeys(e for one in region.entries for e in first_waits(one.task)))
+        )
+        for number, region in enumerate(queues.regions)
+    ]
     sms = tuple(
-        tuple(drain(e) if isinstance(e, Drain) else filled(e) for e in queue)
+        tuple(drains[e.region] if isinstance(e, Drain) else filled(e) for e in queue)
         for queue in queues.sms
     )
     regions = tuple(

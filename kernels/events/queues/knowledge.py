@@ -16,7 +16,9 @@ from distmega.kernels.events.queues.assign import (
     Dynamic,
     Entry,
     Queues,
+    Region,
     assign_tasks,
+    graph_writers,
     starts_read,
 )
 from distmega.kernels.events.values import Guard
@@ -33,6 +35,8 @@ class Knowledge:
         self.before_guards: dict[TaskId, int] = {}
         self.kept: dict[TaskId | tuple[int, int], Entry | Drain] = {}
         self._drained: dict[int, int] = {}
+        self._writers: dict[tuple[str, ...], int] = {}
+        self._region_writers = [self._starts_writers_of(region) for region in queues.regions]
         self._queue = [_SmKnowledge() for _ in queues.sms]
         self._walk()
 
@@ -91,10 +95,7 @@ class Knowledge:
 
     def _drain(self, sm: int, position: int, entry: Drain) -> None:
         here = self._queue[sm]
-        tasks = [each.task for each in self.queues.regions[entry.region].entries]
-        needed = 0
-        for task in tasks:
-            needed |= self._starts_writers(task)
+        needed = self._region_writers[entry.region]
         first, _ = self._learn(entry.first, here.always | here.done, (), needed)
         here.always |= self._learnt(first, ())
         known = here.always | here.done
@@ -113,12 +114,17 @@ class Knowledge:
     def _starts_writers(self, task: TaskId) -> int:
         """Writers of what a task's guards and counts are read from."""
         names = starts_read(self.graph, task)
-        writers = {
-            op.name
-            for op in self.graph.program.ops
-            if any(access.tensor in names for access in op.writes)
-        }
-        return self.bits(each for each in self.bit if each[0] in writers)
+        if names not in self._writers:
+            writers = {op for name in names for op in graph_writers(self.graph, name)}
+            self._writers[names] = self.bits(each for each in self.bit if each[0] in writers)
+        return self._writers[names]
+
+    def _starts_writers_of(self, region: Region) -> int:
+        """Of all tasks of a region."""
+        found = 0
+        for entry in region.entries:
+            found |= self._starts_writers(entry.task)
+        return found
 
     def _conflicting(self, task: TaskId) -> int:
         """Tasks that trigger what a task awaits: all that it conflicts with are among them."""

@@ -40,6 +40,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import replicate, shard
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
+from tests.calls import num_calls
 from tests.hostir.programs import run_program, shard_tensors
 from tests.kernels.events.test_events import GATHERED, rows_and_heads
 
@@ -435,6 +436,17 @@ def test_another_word_than_the_schedules_there_are(dynamic: object):
     graph = analyse_events(rows_and_heads(), {})
     with pytest.raises(ProgramError, match="expected one of auto, never, always"):
         make_queues(graph, 2, dynamic)  # type: ignore[arg-type]
+
+
+def test_many_sms_that_drain_a_region_cost_little_more_than_few():
+    """What a region's tasks read before their guards is asked once, not by each SM."""
+    graph = analyse_events(experts(8, 2, 8), {op: TILES[op] | {"r": 1} for op in ("rows", "act")})
+
+    def planned(num_sms: int) -> int:
+        make_queues(graph, num_sms, "always")  # so that the graph's tables are there
+        return num_calls(lambda: check_queues(make_queues(graph, num_sms, "always")))
+
+    assert planned(64) < 3 * planned(4)
 
 
 def test_tensors_that_are_given_fit_the_program():
