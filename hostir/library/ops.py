@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,17 @@ from distmega.program.ops.axis_views import (
 from distmega.program.types import Op, accesses, grouped_index
 
 
+class Batch(NamedTuple):
+    """The axes of matrix products side by side: the one that all operands have, those of rows, of
+    columns and of sums, "" without.
+    """
+
+    each: str
+    row: str
+    column: str
+    sum: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSpec:
     """Axis names of a contraction, one a dim. `bias` is empty without one."""
@@ -64,6 +75,18 @@ class LinearSpec:
         rows, columns = self.x[: len(self.x) - len(sums)], self.w[: len(self.w) - len(sums)]
         grouped = self.x == rows + sums and self.w == columns + sums and self.out == rows + columns
         return len(rows) if grouped and self.bias in ((), columns) else -1
+
+    @property
+    def batch(self) -> Batch | None:
+        """Its axes as a batch of matrix products, None where it has two of a sort or none for all
+        operands.
+        """
+        x, w, out = set(self.x), set(self.w), set(self.out)
+        sorts = [x & w & out, (x & out) - w, (w & out) - x, (x & w) - out]
+        alone = (x ^ w) - out or len(x) + len(w) < len(self.x) + len(self.w)
+        if alone or len(sorts[0]) != 1 or max(map(len, sorts)) > 1:
+            return None
+        return Batch(*("".join(names) for names in sorts))
 
 
 def linear_spec(op: Op) -> LinearSpec:
@@ -99,10 +122,36 @@ def _matmul(x: Tensor, w: Tensor, bias: Tensor | None, num_rows: int) -> Tensor:
 
 
 def _einsum(x: Tensor, w: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
-    names = {name: n for n, name in enumerate(dict.fromkeys(spec.x + spec.w))}
-    x_axes, w_axes, out_axes = ([names[n] for n in part] for part in (spec.x, spec.w, spec.out))
-    out = torch.einsum(x, x_axes, w, w_axes, out_axes)
+    if batch := spec.batch:
+        out = _batched(x, w, spec, batch)
+    else:
+        names = {name: n for n, name in enumerate(dict.fromkeys(spec.x + spec.w))}
+        parts = spec.x, spec.w, spec.out
+        x_axes, w_axes, out_axes = ([names[name] for name in part] for part in parts)
+        out = torch.einsum(x, x_axes, w, w_axes, out_axes)
     return out if bias is None else out + order_axes(bias, spec.bias, spec.out)
+
+
+def _batched(x: Tensor, w: Tensor, spec: LinearSpec, batch: Batch) -> Tensor:
+    """Matrix products side by side, written where they belong: einsum would copy x and the result
+    where the axis that all have is not the first.
+    """
+    extents = dict(zip(spec.x + spec.w, (*x.shape, *w.shape), strict=True))
+    out = x.new_empty([extents[name] for name in spec.out])
+    torch.bmm(
+        _three_dims(x, spec.x, (batch.each, batch.row, batch.sum)),
+        _three_dims(w, spec.w, (batch.each, batch.sum, batch.column)),
+        out=_three_dims(out, spec.out, (batch.each, batch.row, batch.column)),
+    )
+    return out
+
+
+def _three_dims(x: Tensor, names: Sequence[str], order: Sequence[str]) -> Tensor:
+    """A view by named dims in an order, with a dim of one element for a name that is empty."""
+    found = x.permute([names.index(name) for name in order if name])
+    for dim, name in enumerate(order):
+        found = found if name else found.unsqueeze(dim)
+    return found
 
 
 def attention(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmega.errors import ProgramError
 from distmega.hostir.library import ops as library
@@ -49,6 +50,12 @@ def test_an_unknown_kind_is_named():
         ("a b k, n k -> a b n", [(2, 3, 5), (4, 5)], True),
         ("k m, n k -> m n", [(5, 3), (4, 5)], False),
         ("b m k, b n k -> b m n", [(2, 3, 5), (2, 4, 5)], False),
+        ("m g k, g n k -> m g n", [(3, 2, 5), (2, 4, 5)], False),
+        ("k g m, n g k -> g n m", [(5, 2, 3), (4, 2, 5)], False),
+        ("g k, n g k -> n g", [(2, 5), (4, 2, 5)], False),
+        ("m g, g n -> n m g", [(3, 2), (2, 4)], False),
+        ("g k, g k -> g", [(2, 5), (2, 5)], False),
+        ("g h m k, g h n k -> m h n g", [(2, 3, 3, 5), (2, 3, 4, 5)], False),
         ("m k, n k -> n m", [(3, 5), (4, 5)], False),
         ("m j k, n k -> m n", [(3, 2, 5), (4, 5)], False),
         ("k, k -> ", [(5,), (5,)], True),
@@ -76,6 +83,33 @@ def test_linear(spec: str, shapes: list[tuple[int, ...]], grouped: bool, bias: b
         expected += operands["b"].double().reshape(shape)
     result = run_op(op, operands, {})["y"]
     torch.testing.assert_close(result.double(), expected, rtol=1.3e-6, atol=1e-5)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators of torch that make or fill a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view:
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec", ["m g k, g n k -> m g n", "g m k, g n k -> g m n"])
+def test_products_side_by_side_are_written_where_they_belong(spec: str):
+    """Einsum copies x and the result where groups are not outermost: 27 us of eight ops of groups
+    of columns on an H200 where torch's take 20.
+    """
+    x = torch.randn((16, 8, 32) if spec.startswith("m") else (8, 16, 32))
+    w = torch.randn(8, 24, 32)
+    op, _ = ops.linear("y", declared("x", x), declared("w", w), spec=spec)
+    with Operators() as operators:
+        result = run_op(op, {"x": x, "w": w}, {})["y"]
+    assert sorted(operators.names) == ["bmm", "new_empty"]
+    assert result.is_contiguous()
 
 
 def test_linear_sums_half_types_in_fp32():
