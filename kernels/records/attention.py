@@ -2,7 +2,7 @@
 queries that see the same keys, else of a query at a time.
 
 In: a record and the arenas. Out: what Attention and Attend write (isa/opcodes.py). Next on the
-walk: kernel.py.
+walk: waits.py.
 """
 
 # Kernels' arguments have no Python types.

@@ -2,7 +2,7 @@
 
 In: a tree of distmega.program.expr, a constexpr, and blocks in the types in which they are computed
 with. Out: a block. Whole numbers stay i64 where all operands are whole and the function has a whole
-result; they become floats where they meet one. Next on the walk: points.py.
+result; they become floats where they meet one. Next on the walk: elementwise.py.
 """
 
 # Kernels' arguments have no Python types.

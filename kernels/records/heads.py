@@ -2,7 +2,7 @@
 
 In: an Attention or Attend and the operands before it. Out: what its spec says of tiles; nothing
 where one goes a query at a time: of other types than halves, of heads that are too long, of one
-query to the keys. Next on the walk: words.py.
+query to the keys. Next on the walk: boxes.py.
 """
 
 import math
