@@ -109,19 +109,9 @@ def has_weight(spec: RecordSpec):
 
 
 @triton.constexpr_function
-def inner_of(spec: RecordSpec):
-    """The number of the record along which a weight's elements lie side by side."""
-    return "k" if spec.steps[3] == 1 else "n"
-
-
-@triton.constexpr_function
-def outer_of(spec: RecordSpec):
-    return "n" if spec.steps[3] == 1 else "k"
-
-
-@triton.constexpr_function
-def outer_step(spec: RecordSpec):
-    return spec.steps[2] if spec.steps[3] == 1 else spec.steps[3]
+def sums_side_by_side(spec: RecordSpec):
+    """Whether a weight's elements lie side by side along k, rather than along n."""
+    return spec.steps[3] == 1
 
 
 @triton.jit
@@ -140,13 +130,21 @@ def fetch(pointers):
 
 @triton.jit
 def fetch_weight(record, arenas, spec: tl.constexpr):
-    """Asks for what a Linear is going to multiply by."""
+    """Asks for the first blocks that a Linear is going to multiply by, as many as it has on their
+    way. What it asked for beyond would only stand before these.
+    """
     w = operand(record, arenas, spec, "w")
-    inner, outer = number(record, spec, inner_of(spec)), number(record, spec, outer_of(spec))
-    lines = tl.cdiv(inner, LINE)
-    for start in range(0, outer * lines, FETCHED):
-        line = tl.minimum(start + tl.arange(0, FETCHED), outer * lines - 1)
-        fetch(w + line // lines * outer_step(spec) + line % lines * LINE)
+    num_n = number(record, spec, "n")
+    num_k = tl.minimum(number(record, spec, "k"), SUMMED * num_stages(spec))
+    if sums_side_by_side(spec):
+        rows, step = num_n, step_of(spec, 2)
+        lines = tl.cdiv(num_k, LINE)
+    else:
+        rows, step = num_k, step_of(spec, 3)
+        lines = tl.cdiv(num_n, LINE)
+    for start in range(0, rows * lines, FETCHED):
+        line = tl.minimum(start + tl.arange(0, FETCHED), rows * lines - 1)
+        fetch(w + line % rows * step + line // rows * LINE)
 
 
 @triton.jit
