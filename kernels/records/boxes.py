@@ -26,12 +26,14 @@ ALIGNED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """widths: rows and columns of a box, powers of two; boxes that are made or on their way at the
-    same time; of a copy which of its dims have the rows and the columns.
-    steps: strides of each operand along rows and columns, the written one's first. units: powers
-    of two that divide the number of rows (1 where none lie side by side), of columns, and the first
-    element of each operand.
+class Shape:
+    """How a record goes through its operands, () where it goes element by element: see RecordSpec.
+
+    Of a box widths are rows and columns, powers of two; boxes that are made or on their way at the
+    same time; of a copy which of its dims have the rows and the columns. steps: strides of each
+    operand along rows and columns, the written one's first. units: ALIGNED where it divides the
+    number of rows (1 where none lie side by side), of columns, and the first element of each
+    operand, else 1.
     """
 
     widths: tuple[int, ...] = ()
@@ -46,7 +48,7 @@ def unit_of_first(ref: Ref, strides: Sequence[int]) -> int:
     return math.gcd(ALIGNED, ref.first, *(step for step in strides if step != 1))
 
 
-def box_of_formula(one: Pointwise, extra: Sequence[ExtraOperand]) -> Box:
+def box_of_formula(one: Pointwise, extra: Sequence[ExtraOperand]) -> Shape:
     """extra: operands before the record."""
     own = (one.a0, one.a0_strides), (one.a1, one.a1_strides), (one.a2, one.a2_strides)
     fields = ((one.out, one.out_strides), *own, (one.a3, one.a3_strides))
@@ -54,11 +56,11 @@ def box_of_formula(one: Pointwise, extra: Sequence[ExtraOperand]) -> Box:
     operands += [(given.x, given.strides[:2]) for given in extra]
     rows, columns = one.extents
     if rows * columns < LEAST_ELEMENTS or one.out_strides[1] != 1:
-        return Box()
+        return Shape()
     turned = any(strides[0] == 1 for _, strides in operands)
     refs = [ref for ref, _ in operands]
     height, width = _widths(rows, columns, refs)
-    return Box(
+    return Shape(
         widths=(height, width, _stages(height * width, refs[1:])),
         steps=tuple(step for _, strides in operands for step in strides),
         units=(
@@ -69,21 +71,21 @@ def box_of_formula(one: Pointwise, extra: Sequence[ExtraOperand]) -> Box:
     )
 
 
-def box_of_copy(one: Copy) -> Box:
+def box_of_copy(one: Copy) -> Shape:
     """Columns lie side by side where they are written, rows where they are read, if that is another
     dim; else they are the longest other dim.
     """
     dims = [dim for dim, extent in enumerate(one.extents) if extent > 1]
     columns = next((dim for dim in dims if one.dst_strides[dim] == 1), None)
     if columns is None or math.prod(one.extents) < LEAST_ELEMENTS:
-        return Box()
+        return Shape()
     others = [dim for dim in range(len(one.extents)) if dim != columns]
     read = [dim for dim in others if one.extents[dim] > 1 and one.src_strides[dim] == 1]
     rows = read[0] if read else max(others, key=lambda dim: one.extents[dim])
     most = TURNED if read else MOST_ELEMENTS
     num_rows, num_columns = one.extents[rows], one.extents[columns]
     height, width = _widths(num_rows, min(num_columns, most), [one.dst, one.src])
-    return Box(
+    return Shape(
         widths=(min(height, most), width, 1, rows, columns),
         steps=tuple(s[dim] for s in (one.dst_strides, one.src_strides) for dim in (rows, columns)),
         units=(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distmega.kernels.isa.opcodes import ATTENDED, Attend, Attention, ExtraOperand, Ref
-from distmega.kernels.records.boxes import ALIGNED, unit_of_first
+from distmega.kernels.records.boxes import ALIGNED, Shape, unit_of_first
 from distmega.program.dtypes import HALVES
 
 MOST_HEAD = 256
@@ -23,36 +23,28 @@ places take registers, it has half as many.
 
 
 @dataclass(frozen=True, slots=True)
-class HeadTiles:
-    """blocks: queries and keys of a tile. steps: strides of q, keys, values and out along rows,
-    heads, the group or positions, and elements. units: powers of two that divide elements of a
-    head of keys and of values, and the first elements of those operands.
-    """
-
-    blocks: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-    units: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class _Operand:
     ref: Ref
     strides: tuple[int, ...]
 
 
-def find_tiles(
-    one: Attention | Attend, extra: Sequence[ExtraOperand], widths: Sequence[int]
-) -> HeadTiles:
-    """extra: operands before the record; widths: powers of two as large as heads."""
+def head_tiles(
+    one: Attention | Attend, extra: Sequence[ExtraOperand], widths: tuple[int, int]
+) -> Shape:
+    """widths: of heads, powers of two as large, then queries and keys of a tile. steps: strides of
+    q, keys, values and out along rows, heads, the group or positions, and elements. units: powers
+    of two that divide elements of a head of keys and of values, and the first elements of those
+    operands. extra: operands before the record.
+    """
     operands = _operands(one, extra)
     queries = one.g * (one.m if _rows_share_keys(one, operands) else 1)
     dtypes = {operand.ref.dtype for operand in operands[:3]}
     halves = len(dtypes) == 1 and dtypes < set(HALVES)
     if queries == 1 or not halves or max(widths) > MOST_HEAD:
-        return HeadTiles()
+        return Shape(widths=widths)
     keys = min(MOST_KEYS, MOST_ELEMENTS // max(widths)) >> _takes(one, "bias")
-    return HeadTiles(
-        blocks=(FEW_QUERIES if queries <= FEW_QUERIES else MANY_QUERIES, keys),
+    return Shape(
+        widths=(*widths, FEW_QUERIES if queries <= FEW_QUERIES else MANY_QUERIES, keys),
         steps=tuple(step for operand in operands for step in operand.strides),
         units=(
             math.gcd(ALIGNED, one.d),

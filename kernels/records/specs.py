@@ -31,8 +31,8 @@ from distmega.kernels.isa.opcodes import (
     Linear,
     Ref,
 )
-from distmega.kernels.records.boxes import box_of_copy, box_of_formula, unit_of_first
-from distmega.kernels.records.heads import find_tiles
+from distmega.kernels.records.boxes import Shape, box_of_copy, box_of_formula, unit_of_first
+from distmega.kernels.records.heads import head_tiles
 from distmega.program.dtypes import HALVES, INTEGER_BITS
 from distmega.program.expr import Expr
 from distmega.program.types import Op
@@ -138,54 +138,63 @@ def spec_of(
         for field in record_fields(OPCODES.index(type(instruction)))
         if field.kind == "ref"
     )
-    way, formula, others = "", None, 0
-    widths: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-    units: tuple[int, ...] = ()
-    match instruction:
-        case opcodes.Reduce(combine=number) | opcodes.SumRanks(combine=number):
-            way = COMBINES[number]
-        case opcodes.Norm(kind=number):
-            way, widths = NORMS[number], _whole_rows(instruction)
-            if widths:
-                steps = *instruction.x_strides, *instruction.out_strides
-                steps += instruction.vector_strides
-                units = _units_of_rows(instruction)
-        case opcodes.Scan(kind=number):
-            way = SCANS[number]
-        case opcodes.Pointwise(expr=start):
-            formula = unpack_expression(constants, start)
-            box = box_of_formula(instruction, extra)
-            widths, steps, units = box.widths, box.steps, box.units
-        case opcodes.Copy():
-            box = box_of_copy(instruction)
-            widths, steps, units = box.widths, box.steps, box.units
-        case opcodes.Linear() if _by_tensor_cores(instruction):
-            widths = (
-                _width(instruction.m, LEAST_TILED, MOST_M),
-                _width(instruction.n, LEAST_N, MOST_N),
-            )
-            steps = *instruction.x_strides, *instruction.w_strides, *instruction.out_strides
-            firsts = (ref.first for ref in (instruction.x, instruction.w, instruction.out))
-            units = tuple(map(_unit, (instruction.m, instruction.n, instruction.k, *firsts)))
-        case opcodes.Linear(m=m, n=n) | opcodes.Contract(m=m, n=n):
-            widths = min(_padded(m), MOST_TILED), min(_padded(n), MOST_TILED)
-        case opcodes.Attention() | opcodes.Attend():
-            way = CAPPED if instruction.softcap > 0 else ""
-            others = instruction.others if isinstance(instruction, opcodes.Attend) else 0
-            widths = _padded(instruction.d), _padded(instruction.e)
-            tiles = find_tiles(instruction, extra, widths)
-            widths, steps, units = widths + tiles.blocks, tiles.steps, tiles.units
+    formula = None
+    if isinstance(instruction, opcodes.Pointwise):
+        formula = unpack_expression(constants, instruction.expr)
+    shape = _shape_of(instruction, extra)
     return RecordSpec(
         opcode=type(instruction).__name__,
         operands=operands,
         extra=tuple(OperandType(int(one.x.space), one.x.dtype) for one in extra),
-        way=way,
+        way=_way_of(instruction),
         formula=formula,
-        widths=widths,
-        others=others,
-        steps=steps,
-        units=units,
+        widths=shape.widths,
+        others=instruction.others if isinstance(instruction, opcodes.Attend) else 0,
+        steps=shape.steps,
+        units=shape.units,
+    )
+
+
+def _way_of(instruction: Instruction) -> str:
+    """See RecordSpec."""
+    match instruction:
+        case opcodes.Reduce(combine=number) | opcodes.SumRanks(combine=number):
+            return COMBINES[number]
+        case opcodes.Norm(kind=number):
+            return NORMS[number]
+        case opcodes.Scan(kind=number):
+            return SCANS[number]
+        case opcodes.Attention(softcap=cap) | opcodes.Attend(softcap=cap):
+            return CAPPED if cap > 0 else ""
+        case _:
+            return ""
+
+
+def _shape_of(instruction: Instruction, extra: Sequence[ExtraOperand]) -> Shape:
+    """By what an instruction goes: tiles, rows, boxes."""
+    match instruction:
+        case opcodes.Norm():
+            return _whole_rows(instruction)
+        case opcodes.Pointwise():
+            return box_of_formula(instruction, extra)
+        case opcodes.Copy():
+            return box_of_copy(instruction)
+        case opcodes.Linear() if _by_tensor_cores(instruction):
+            return _product_tiles(instruction)
+        case opcodes.Linear(m=m, n=n) | opcodes.Contract(m=m, n=n):
+            return Shape(widths=(min(_padded(m), MOST_TILED), min(_padded(n), MOST_TILED)))
+        case opcodes.Attention() | opcodes.Attend():
+            return head_tiles(instruction, extra, (_padded(instruction.d), _padded(instruction.e)))
+        case _:
+            return Shape()
+
+
+def _product_tiles(one: Linear) -> Shape:
+    firsts = (ref.first for ref in (one.x, one.w, one.out))
+    return Shape(
+        widths=(_width(one.m, LEAST_TILED, MOST_M), _width(one.n, LEAST_N, MOST_N)),
+        steps=(*one.x_strides, *one.w_strides, *one.out_strides),
+        units=tuple(map(_unit, (one.m, one.n, one.k, *firsts))),
     )
 
 
@@ -198,12 +207,18 @@ def _by_tensor_cores(one: Linear) -> bool:
     return halves and packed and min(max(one.m, one.n), one.k) >= LEAST_TILED
 
 
-def _whole_rows(one: opcodes.Norm) -> tuple[int, ...]:
-    """Rows that an SM has at once, and elements of each, a power of two; () of rows too long."""
+def _whole_rows(one: opcodes.Norm) -> Shape:
+    """Rows that an SM has at once, and elements of each, a power of two; nothing of rows too long,
+    or of whole numbers.
+    """
     width = _padded(one.dim)
     if width > MOST_ROW or one.x.dtype in INTEGER_BITS:
-        return ()
-    return (1 if one.rows == 1 else max(1, ROWS_ELEMENTS // width)), width
+        return Shape()
+    return Shape(
+        widths=(1 if one.rows == 1 else max(1, ROWS_ELEMENTS // width), width),
+        steps=(*one.x_strides, *one.out_strides, *one.vector_strides),
+        units=_units_of_rows(one),
+    )
 
 
 def _units_of_rows(one: opcodes.Norm) -> tuple[int, ...]:
