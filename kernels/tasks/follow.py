@@ -7,21 +7,28 @@ that op on its own axes. Used by tile.py.
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.types import Access, Index, Op
 
 
-def followed_splits(op: Op, made: Mapping[str, TaskGroup]) -> tuple[RangeSplit, ...]:
+class Made(NamedTuple):
+    """A group that made a tensor, and its place in the program."""
+
+    place: int
+    group: TaskGroup
+
+
+def followed_splits(op: Op, made: Mapping[str, Made]) -> tuple[RangeSplit, ...]:
     """Splits of the group that was made last of those that an op can follow; () where there is
-    none, and for ops that do not make one element from one. made: groups by the tensor that they
-    write, in program order.
+    none, and for ops that do not make one element from one. made: by the tensor that was made.
     """
     if op.kind not in ("pointwise", "transpose") and not op.is_view:
         return ()
-    reads = {read.tensor: read for read in op.reads}
-    for tensor in reversed([name for name in made if name in reads]):
-        if splits := _splits_on(op, made[tensor], reads[tensor]):
+    reads = [read for read in op.reads if read.tensor in made]
+    for read in sorted(reads, key=lambda read: -made[read.tensor].place):
+        if splits := _splits_on(op, made[read.tensor].group, read):
             return splits
     return ()
 
