@@ -26,7 +26,7 @@ ALIGNED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RecordShape:
     """How a record goes through its operands, () where it goes element by element: see RecordSpec.
 
     Of a box widths are rows and columns, powers of two; boxes that are made or on their way at the
@@ -48,7 +48,7 @@ def unit_of_first(ref: Ref, strides: Sequence[int]) -> int:
     return math.gcd(ALIGNED, ref.first, *(step for step in strides if step != 1))
 
 
-def box_of_formula(one: Pointwise, extra: Sequence[ExtraOperand]) -> Shape:
+def box_of_formula(one: Pointwise, extra: Sequence[ExtraOperand]) -> RecordShape:
     """extra: operands before the record."""
     own = (one.a0, one.a0_strides), (one.a1, one.a1_strides), (one.a2, one.a2_strides)
     fields = ((one.out, one.out_strides), *own, (one.a3, one.a3_strides))
@@ -56,11 +56,11 @@ def box_of_formula(one: Pointwise, extra: Sequence[ExtraOperand]) -> Shape:
     operands += [(given.x, given.strides[:2]) for given in extra]
     rows, columns = one.extents
     if rows * columns < LEAST_ELEMENTS or one.out_strides[1] != 1:
-        return Shape()
+        return RecordShape()
     turned = any(strides[0] == 1 for _, strides in operands)
     refs = [ref for ref, _ in operands]
     height, width = _widths(rows, columns, refs)
-    return Shape(
+    return RecordShape(
         widths=(height, width, _stages(height * width, refs[1:])),
         steps=tuple(step for _, strides in operands for step in strides),
         units=(
@@ -71,21 +71,21 @@ def box_of_formula(one: Pointwise, extra: Sequence[ExtraOperand]) -> Shape:
     )
 
 
-def box_of_copy(one: Copy) -> Shape:
+def box_of_copy(one: Copy) -> RecordShape:
     """Columns lie side by side where they are written, rows where they are read, if that is another
     dim; else they are the longest other dim.
     """
     dims = [dim for dim, extent in enumerate(one.extents) if extent > 1]
     columns = next((dim for dim in dims if one.dst_strides[dim] == 1), None)
     if columns is None or math.prod(one.extents) < LEAST_ELEMENTS:
-        return Shape()
+        return RecordShape()
     others = [dim for dim in range(len(one.extents)) if dim != columns]
     read = [dim for dim in others if one.extents[dim] > 1 and one.src_strides[dim] == 1]
     rows = read[0] if read else max(others, key=lambda dim: one.extents[dim])
     most = TURNED if read else MOST_ELEMENTS
     num_rows, num_columns = one.extents[rows], one.extents[columns]
     height, width = _widths(num_rows, min(num_columns, most), [one.dst, one.src])
-    return Shape(
+    return RecordShape(
         widths=(min(height, most), width, 1, rows, columns),
         steps=tuple(s[dim] for s in (one.dst_strides, one.src_strides) for dim in (rows, columns)),
         units=(

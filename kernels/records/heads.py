@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distmega.kernels.isa.opcodes import ATTENDED, Attend, Attention, ExtraOperand, Ref
-from distmega.kernels.records.boxes import ALIGNED, Shape, unit_of_first
+from distmega.kernels.records.boxes import ALIGNED, RecordShape, unit_of_first
 from distmega.program.dtypes import HALVES
 
 MOST_HEAD = 256
@@ -30,7 +30,7 @@ class _Operand:
 
 def head_tiles(
     one: Attention | Attend, extra: Sequence[ExtraOperand], widths: tuple[int, int]
-) -> Shape:
+) -> RecordShape:
     """widths: of heads, powers of two as large, then queries and keys of a tile. steps: strides of
     q, keys, values and out along rows, heads, the group or positions, and elements. units: powers
     of two that divide elements of a head of keys and of values, and the first elements of those
@@ -41,9 +41,9 @@ def head_tiles(
     dtypes = {operand.ref.dtype for operand in operands[:3]}
     halves = len(dtypes) == 1 and dtypes < set(HALVES)
     if queries == 1 or not halves or max(widths) > MOST_HEAD:
-        return Shape(widths=widths)
+        return RecordShape(widths=widths)
     keys = min(MOST_KEYS, MOST_ELEMENTS // max(widths)) >> _takes(one, "bias")
-    return Shape(
+    return RecordShape(
         widths=(*widths, FEW_QUERIES if queries <= FEW_QUERIES else MANY_QUERIES, keys),
         steps=tuple(step for operand in operands for step in operand.strides),
         units=(

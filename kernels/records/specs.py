@@ -31,7 +31,7 @@ from distmega.kernels.isa.opcodes import (
     Linear,
     Ref,
 )
-from distmega.kernels.records.boxes import Shape, box_of_copy, box_of_formula, unit_of_first
+from distmega.kernels.records.boxes import RecordShape, box_of_copy, box_of_formula, unit_of_first
 from distmega.kernels.records.heads import head_tiles
 from distmega.program.dtypes import HALVES, INTEGER_BITS
 from distmega.program.expr import Expr
@@ -170,7 +170,7 @@ def _way_of(instruction: Instruction) -> str:
             return ""
 
 
-def _shape_of(instruction: Instruction, extra: Sequence[ExtraOperand]) -> Shape:
+def _shape_of(instruction: Instruction, extra: Sequence[ExtraOperand]) -> RecordShape:
     """By what an instruction goes: tiles, rows, boxes."""
     match instruction:
         case opcodes.Norm():
@@ -182,16 +182,16 @@ def _shape_of(instruction: Instruction, extra: Sequence[ExtraOperand]) -> Shape:
         case opcodes.Linear() if _by_tensor_cores(instruction):
             return _product_tiles(instruction)
         case opcodes.Linear(m=m, n=n) | opcodes.Contract(m=m, n=n):
-            return Shape(widths=(min(_padded(m), MOST_TILED), min(_padded(n), MOST_TILED)))
+            return RecordShape(widths=(min(_padded(m), MOST_TILED), min(_padded(n), MOST_TILED)))
         case opcodes.Attention() | opcodes.Attend():
             return head_tiles(instruction, extra, (_padded(instruction.d), _padded(instruction.e)))
         case _:
-            return Shape()
+            return RecordShape()
 
 
-def _product_tiles(one: Linear) -> Shape:
+def _product_tiles(one: Linear) -> RecordShape:
     firsts = (ref.first for ref in (one.x, one.w, one.out))
-    return Shape(
+    return RecordShape(
         widths=(_width(one.m, LEAST_TILED, MOST_M), _width(one.n, LEAST_N, MOST_N)),
         steps=(*one.x_strides, *one.w_strides, *one.out_strides),
         units=tuple(map(_unit, (one.m, one.n, one.k, *firsts))),
@@ -207,14 +207,14 @@ def _by_tensor_cores(one: Linear) -> bool:
     return halves and packed and min(max(one.m, one.n), one.k) >= LEAST_TILED
 
 
-def _whole_rows(one: opcodes.Norm) -> Shape:
+def _whole_rows(one: opcodes.Norm) -> RecordShape:
     """Rows that an SM has at once, and elements of each, a power of two; nothing of rows too long,
     or of whole numbers.
     """
     width = _padded(one.dim)
     if width > MOST_ROW or one.x.dtype in INTEGER_BITS:
-        return Shape()
-    return Shape(
+        return RecordShape()
+    return RecordShape(
         widths=(1 if one.rows == 1 else max(1, ROWS_ELEMENTS // width), width),
         steps=(*one.x_strides, *one.out_strides, *one.vector_strides),
         units=_units_of_rows(one),
