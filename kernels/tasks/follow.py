@@ -13,21 +13,21 @@ from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.types import Access, Index, Op
 
 
-class Made(NamedTuple):
-    """A group that made a tensor, and its place in the program."""
+class TiledGroup(NamedTuple):
+    """A group cut into tiles, and the position of its op in the program."""
 
-    place: int
+    position: int
     group: TaskGroup
 
 
-def followed_splits(op: Op, made: Mapping[str, Made]) -> tuple[RangeSplit, ...]:
+def followed_splits(op: Op, made: Mapping[str, TiledGroup]) -> tuple[RangeSplit, ...]:
     """Splits of the group that was made last of those that an op can follow; () where there is
     none, and for ops that do not make one element from one. made: by the tensor that was made.
     """
     if op.kind not in ("pointwise", "transpose") and not op.is_view:
         return ()
     reads = [read for read in op.reads if read.tensor in made]
-    for read in sorted(reads, key=lambda read: -made[read.tensor].place):
+    for read in sorted(reads, key=lambda read: -made[read.tensor].position):
         if splits := _splits_on(op, made[read.tensor].group, read):
             return splits
     return ()

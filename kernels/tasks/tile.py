@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distmega.errors import VerifyError
-from distmega.kernels.tasks.follow import Made, followed_splits
+from distmega.kernels.tasks.follow import TiledGroup, followed_splits
 from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.dtypes import HALVES, item_bytes
@@ -74,15 +74,15 @@ def tile_segment(
     tensors = segment.tensor_map()
     footprints = Footprints(segment)
     groups = []
-    tiled: dict[str, Made] = {}
-    for place, op in enumerate(segment.ops):
+    tiled: dict[str, TiledGroup] = {}
+    for position, op in enumerate(segment.ops):
         wanted = min(num_sms, max(1, accessed_bytes(op, tensors) // min_task_bytes))
         followed = followed_splits(op, tiled)
         if not op.is_view and _is_inplace(op, footprints):
             wanted, followed = 1, ()
         tiles = _tiles(op, num_sms) or _queries(op, wanted, num_sms, tensors) or followed
         if tiles:
-            tiled[op.writes[0].tensor] = Made(place, TaskGroup(op=op, splits=tiles))
+            tiled[op.writes[0].tensor] = TiledGroup(position, TaskGroup(op=op, splits=tiles))
         if not op.is_view:
             splits = tiles or _splits(op, wanted, row_multiple)
             groups.append(TaskGroup(op=op, splits=splits, all_ranks=kind_of(op).writes_peers))
