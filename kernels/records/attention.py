@@ -16,6 +16,7 @@ from distmega.kernels.isa.opcodes import ATTENDED
 from distmega.kernels.records.heads import FEW_QUERIES
 from distmega.kernels.records.specs import CAPPED, RecordSpec
 from distmega.kernels.records.words import (
+    by_strides,
     extra_operand,
     extra_stride,
     multiple,
@@ -85,12 +86,6 @@ def blend(best, total, mixed, scores, values):
     weights = tl.exp(scores - safe)
     total = total * shrunk + tl.sum(weights, 0, keep_dims=True)
     return most, total, mixed * shrunk + tl.sum(weights[:, None] * values, 0)
-
-
-@triton.constexpr_function
-def by_tiles(spec: RecordSpec):
-    """Whether queries go several at a time."""
-    return bool(spec.steps)
 
 
 @triton.constexpr_function
@@ -184,7 +179,7 @@ def keys_and_values(record, arenas, spec: tl.constexpr):
 
 
 @triton.jit
-def bent(record, arenas, spec: tl.constexpr, scores, m, h, g, t, there):
+def masked_scores(record, arenas, spec: tl.constexpr, scores, m, h, g, t, there):
     """Scores of queries (m, g) of head h with positions t, behind the cap and the bias; -inf where
     nothing may be seen.
     """
@@ -257,7 +252,7 @@ def weighted(record, arenas, spec: tl.constexpr, q, k, v, m, h, g, there):
         values = tl.load(at, mask=(t < stop)[:, None] & in_e[None, :], other=0.0)
         visible = (t[None, :] >= low[:, None]) & (t[None, :] < high[:, None])
         scores = tl.dot(queries, keys)
-        scores = bent(record, arenas, spec, scores, m, h, g, t, visible) * LOG2E
+        scores = masked_scores(record, arenas, spec, scores, m, h, g, t, visible) * LOG2E
         most = tl.maximum(best, tl.max(scores, 1))
         safe = tl.where(most == float("-inf"), 0.0, most)
         weights, shrunk = tl.exp2(scores - safe[:, None]), tl.exp2(best - safe)
@@ -269,7 +264,7 @@ def weighted(record, arenas, spec: tl.constexpr, q, k, v, m, h, g, there):
 
 @triton.jit
 def attention(record, arenas, spec: tl.constexpr):
-    if by_tiles(spec):
+    if by_strides(spec):
         tiled(record, arenas, spec)
     else:
         attention_of_each(record, arenas, spec)
@@ -277,7 +272,7 @@ def attention(record, arenas, spec: tl.constexpr):
 
 @triton.jit
 def attend(record, arenas, spec: tl.constexpr):
-    if by_tiles(spec):
+    if by_strides(spec):
         tiled(record, arenas, spec)
     else:
         attend_of_each(record, arenas, spec)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distmega.kernels.isa.opcodes import Copy, ExtraOperand, Pointwise, Ref
-from distmega.program.dtypes import HALVES, item_bytes
+from distmega.program.dtypes import FLOATS_TO_F32, item_bytes
 
 LEAST_ELEMENTS = 256
 """Of what goes by boxes."""
@@ -19,7 +19,7 @@ BOX_BYTES = 128 * 1024
 MOST_ELEMENTS = 8192
 AHEAD, STAGE_BYTES = 2, 96 * 1024
 """Boxes whose operands are on their way, at most, and what they take of an SM's shared memory."""
-TURNED = 64
+TRANSPOSED = 64
 """Columns of a box whose rows lie side by side in one operand and columns in the other."""
 ALIGNED = 8
 """Elements of a load at most."""
@@ -57,14 +57,14 @@ def box_of_formula(one: Pointwise, extra: Sequence[ExtraOperand]) -> RecordShape
     rows, columns = one.extents
     if rows * columns < LEAST_ELEMENTS or one.out_strides[1] != 1:
         return RecordShape()
-    turned = any(strides[0] == 1 for _, strides in operands)
+    is_transposed = any(strides[0] == 1 for _, strides in operands)
     refs = [ref for ref, _ in operands]
     height, width = _widths(rows, columns, refs)
     return RecordShape(
         widths=(height, width, _stages(height * width, refs[1:])),
         steps=tuple(step for _, strides in operands for step in strides),
         units=(
-            _unit(rows) if turned else 1,
+            _unit(rows) if is_transposed else 1,
             _unit(columns),
             *(_unit(unit_of_first(ref, strides)) for ref, strides in operands),
         ),
@@ -82,7 +82,7 @@ def box_of_copy(one: Copy) -> RecordShape:
     others = [dim for dim in range(len(one.extents)) if dim != columns]
     read = [dim for dim in others if one.extents[dim] > 1 and one.src_strides[dim] == 1]
     rows = read[0] if read else max(others, key=lambda dim: one.extents[dim])
-    most = TURNED if read else MOST_ELEMENTS
+    most = TRANSPOSED if read else MOST_ELEMENTS
     num_rows, num_columns = one.extents[rows], one.extents[columns]
     height, width = _widths(num_rows, min(num_columns, most), [one.dst, one.src])
     return RecordShape(
@@ -101,7 +101,7 @@ def _widths(rows: int, columns: int, refs: Sequence[Ref]) -> tuple[int, int]:
     """Rows and columns of a box: as many elements as registers hold of all operands, those of 64
     bits with what is calculated of them.
     """
-    each = sum(4 if ref.dtype in (*HALVES, "f32") else 16 for ref in refs)
+    each = sum(4 if ref.dtype in FLOATS_TO_F32 else 16 for ref in refs)
     most = min(MOST_ELEMENTS, 1 << (BOX_BYTES // each).bit_length() - 1)
     width = min(_padded(columns), most)
     return min(_padded(rows), most // width), width

@@ -18,6 +18,7 @@ from distmega.kernels.records.points import BLOCK, num_points, offset_of
 from distmega.kernels.records.specs import RecordSpec
 from distmega.kernels.records.words import (
     INTEGERS,
+    by_strides,
     extra_operand,
     extra_stride,
     multiple,
@@ -68,11 +69,6 @@ def formula_type(spec: RecordSpec):
     if all(dtype in INTEGERS for dtype in dtypes):
         return tl.int64
     return tl.float64 if "f64" in dtypes else tl.float32
-
-
-@triton.constexpr_function
-def by_boxes(spec: RecordSpec):
-    return bool(spec.widths)
 
 
 @triton.constexpr_function
@@ -161,7 +157,7 @@ def box_arguments(record, arenas, spec: tl.constexpr, i, j, rows, columns, count
 
 @triton.jit
 def pointwise(record, arenas, spec: tl.constexpr):
-    if by_boxes(spec):
+    if by_strides(spec):
         boxes_of_formula(record, arenas, spec)
     else:
         elements_of_formula(record, arenas, spec)
@@ -202,7 +198,7 @@ def elements_of_formula(record, arenas, spec: tl.constexpr):
 
 @triton.jit
 def copy(record, arenas, spec: tl.constexpr):
-    if by_boxes(spec):
+    if by_strides(spec):
         boxes_of_copy(record, arenas, spec)
     else:
         elements_of_copy(record, arenas, spec)

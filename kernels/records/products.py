@@ -14,11 +14,14 @@ from triton import language as tl
 
 from distmega.kernels.records.specs import RecordSpec
 from distmega.kernels.records.words import (
+    by_strides,
     has,
     multiple,
     number,
     operand,
     read,
+    space_of,
+    step_of,
     type_of,
     wide_type,
     write,
@@ -80,17 +83,6 @@ def products_of(x, w, total, mask_x, mask_w, spec: tl.constexpr):
 
 
 @triton.constexpr_function
-def by_tensor_cores(spec: RecordSpec):
-    """Whether loads are compiled for its very strides."""
-    return bool(spec.steps)
-
-
-@triton.constexpr_function
-def step_of(spec: RecordSpec, nth):
-    return spec.steps[nth]
-
-
-@triton.constexpr_function
 def unit_of(spec: RecordSpec, nth):
     return spec.units[nth]
 
@@ -105,7 +97,7 @@ def num_stages(spec: RecordSpec):
 @triton.constexpr_function
 def has_weight(spec: RecordSpec):
     """Whether what a record multiplies by is known before the launch, and lies side by side."""
-    return spec.opcode == "Linear" and bool(spec.steps) and type_of(spec, "w").space == Space.WEIGHT
+    return spec.opcode == "Linear" and by_strides(spec) and space_of(spec, "w") == Space.WEIGHT
 
 
 @triton.constexpr_function
@@ -186,7 +178,7 @@ def tiled(record, arenas, spec: tl.constexpr):
 
 @triton.jit
 def linear(record, arenas, spec: tl.constexpr):
-    if by_tensor_cores(spec):
+    if by_strides(spec):
         tiled(record, arenas, spec)
     else:
         in_any_order(record, arenas, spec)

@@ -16,12 +16,14 @@ from distmega.kernels.isa.opcodes import SCANS
 from distmega.kernels.records.points import combined, coordinate
 from distmega.kernels.records.specs import UNITED, RecordSpec
 from distmega.kernels.records.words import (
+    by_strides,
     has,
     multiple,
     number,
     operand,
     read,
     real,
+    step_of,
     way_of,
     wide_type,
     write,
@@ -109,12 +111,6 @@ def reduce(record, arenas, spec: tl.constexpr):
 
 
 @triton.constexpr_function
-def by_whole_rows(spec: RecordSpec):
-    """Whether an SM has all of a row at once."""
-    return bool(spec.widths)
-
-
-@triton.constexpr_function
 def rows_at_once(spec: RecordSpec):
     return spec.widths[0]
 
@@ -125,11 +121,6 @@ def row_width(spec: RecordSpec):
 
 
 @triton.constexpr_function
-def step_of(spec: RecordSpec, nth):
-    return spec.steps[nth]
-
-
-@triton.constexpr_function
 def unit_of(spec: RecordSpec, name):
     """What divides a number or the place of the first element of an operand."""
     return spec.units[UNITS[name]]
@@ -137,7 +128,7 @@ def unit_of(spec: RecordSpec, name):
 
 @triton.jit
 def norm(record, arenas, spec: tl.constexpr):
-    if by_whole_rows(spec):
+    if by_strides(spec):
         norm_of_rows(record, arenas, spec)
     else:
         norm_by_blocks(record, arenas, spec)

@@ -31,7 +31,13 @@ from distmega.kernels.isa.opcodes import (
     Linear,
     Ref,
 )
-from distmega.kernels.records.boxes import RecordShape, box_of_copy, box_of_formula, unit_of_first
+from distmega.kernels.records.boxes import (
+    ALIGNED,
+    RecordShape,
+    box_of_copy,
+    box_of_formula,
+    unit_of_first,
+)
 from distmega.kernels.records.heads import head_tiles
 from distmega.program.dtypes import HALVES, INTEGER_BITS
 from distmega.program.expr import Expr
@@ -237,8 +243,8 @@ def _width(extent: int, least: int, most: int) -> int:
 
 
 def _unit(number: int) -> int:
-    """The largest power of two up to 8 that divides a number."""
-    return math.gcd(number, 8)
+    """The largest power of two up to ALIGNED that divides a number."""
+    return math.gcd(number, ALIGNED)
 
 
 def _type_of(ref: Ref | None) -> OperandType | None:

@@ -105,6 +105,18 @@ def way_of(spec: RecordSpec):
     return spec.way
 
 
+@triton.constexpr_function
+def by_strides(spec: RecordSpec):
+    """Whether a record goes by tiles, whole rows or boxes, which are compiled for its strides."""
+    return bool(spec.steps)
+
+
+@triton.constexpr_function
+def step_of(spec: RecordSpec, nth):
+    """One of these strides."""
+    return spec.steps[nth]
+
+
 @triton.jit
 def number(record, spec: tl.constexpr, field: tl.constexpr, nth: tl.constexpr = 0):
     """A number of a record, or one of several in a field."""
