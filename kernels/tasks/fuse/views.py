@@ -6,6 +6,7 @@ In: a segment. Out: where what each shows lies. Next on the walk: segment.py.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from distmega.program.types import Program, packed_strides, view_strides
 
@@ -28,29 +29,43 @@ class Columns:
     num: int
 
 
+class _Strided(NamedTuple):
+    """Where a view lies: in a tensor that has storage, from an element on, by strides."""
+
+    tensor: str
+    first: int
+    strides: tuple[int, ...]
+
+
+def _strided_views(segment: Program) -> dict[str, _Strided]:
+    """Of each view whose dims have one stride each in a tensor that has storage: where it lies."""
+    tensors = segment.tensor_map()
+    views = {op.writes[0].tensor for op in segment.ops if op.is_view}
+    found: dict[str, _Strided] = {}
+    for op in segment.ops:
+        source = op.reads[0].tensor if op.is_view else ""
+        if not op.is_view or source in views - found.keys():
+            continue
+        whole = _Strided(source, 0, packed_strides(tensors[source].shape))
+        tensor, first, strides = found.get(source, whole)
+        steps = view_strides(op, strides)
+        if steps is not None:
+            offsets = zip(op.reads[0].dims, strides, strict=True)
+            first += sum(index.offset * stride for index, stride in offsets)
+            found[op.writes[0].tensor] = _Strided(tensor, first, steps)
+    return found
+
+
 def columns_by_views(segment: Program) -> dict[str, Columns]:
     """Of each view that shows all rows of a tensor that has storage, and of each the same run of
     elements: which they are.
     """
     tensors = segment.tensor_map()
-    views = {op.writes[0].tensor for op in segment.ops if op.is_view}
-    lies: dict[str, tuple[str, int, tuple[int, ...]]] = {}
-    """Of each view: the tensor that has storage, its first element there, its strides."""
     found: dict[str, Columns] = {}
-    for op in segment.ops:
-        source, view = op.reads[0].tensor if op.is_view else "", op.writes[0].tensor
-        if not op.is_view or source in views - lies.keys():
-            continue
-        known = source, 0, packed_strides(tensors[source].shape)
-        name, first, strides = lies.get(source, known)
-        steps = view_strides(op, strides)
-        if steps is None:
-            continue
-        first += sum(i.offset * step for i, step in zip(op.reads[0].dims, strides, strict=True))
-        lies[view] = name, first, steps
-        if _shows_columns(tensors[view].shape, steps, first, tensors[name].shape):
-            num = tensors[view].num_elements // tensors[name].shape[0]
-            found[view] = Columns(name, first, num)
+    for view, (tensor, first, steps) in _strided_views(segment).items():
+        whole = tensors[tensor].shape
+        if _shows_columns(tensors[view].shape, steps, first, whole):
+            found[view] = Columns(tensor, first, tensors[view].num_elements // whole[0])
     return found
 
 
@@ -73,22 +88,13 @@ def _shows_columns(
 def shown_by_views(segment: Program) -> dict[str, Shown]:
     """Of each view that shows a run of elements: where these are in the tensor that has storage."""
     tensors = segment.tensor_map()
-    views = {op.writes[0].tensor for op in segment.ops if op.is_view}
+    views = {op.writes[0].tensor: op.reads[0].tensor for op in segment.ops if op.is_view}
     found: dict[str, Shown] = {}
-    for op in segment.ops:
-        if not op.is_view:
+    for view, (tensor, first, steps) in _strided_views(segment).items():
+        shape = tensors[view].shape
+        packed = zip(shape, steps, packed_strides(shape), strict=True)
+        if views[view] in views.keys() - found.keys():  # of a view that is no run
             continue
-        source, view = tensors[op.reads[0].tensor], tensors[op.writes[0].tensor]
-        if source.name in views - found.keys():
-            continue
-        strides = packed_strides(source.shape)
-        steps = view_strides(op, strides)
-        packed = zip(view.shape, steps or (), packed_strides(view.shape), strict=False)
-        if steps is None or any(step != want for extent, step, want in packed if extent > 1):
-            continue
-        base = found.get(source.name, Shown(source.name, 0, source.num_elements))
-        first = base.first + sum(
-            index.offset * stride for index, stride in zip(op.reads[0].dims, strides, strict=True)
-        )
-        found[view.name] = Shown(base.tensor, first, view.num_elements)
+        if all(step == want for extent, step, want in packed if extent > 1):
+            found[view] = Shown(tensor, first, tensors[view].num_elements)
     return found
