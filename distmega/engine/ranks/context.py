@@ -15,7 +15,8 @@ from distmega.errors import RequestError
 
 Backend = Literal["gloo", "nccl"]
 DeviceKind = Literal["cpu", "cuda"]
-_DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?")
+DEVICE_NAME = re.compile(r"cpu|cuda(:\d{1,4})?")
+"""A rank's device, whether the machine has it or not."""
 
 Emit = Callable[[object], None]
 """Sends one value to the caller at once when called on rank 0; does nothing on the other ranks."""
@@ -61,7 +62,7 @@ class RankContext:
                 raise _bad(f"{name} {number!r} of {size!r}", "whole numbers, ranks from 0")
         if self.backend not in get_args(Backend):
             raise _bad(f"backend {self.backend!r}", f"one of {', '.join(get_args(Backend))}")
-        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+        if not isinstance(self.device, str) or not DEVICE_NAME.fullmatch(self.device):
             raise _bad(f"device {self.device!r}", "cpu or cuda:i")
 
 

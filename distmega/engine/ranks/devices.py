@@ -1,17 +1,14 @@
 """The device of a rank: its name in, torch's device out, if this machine has it."""
 
-import re
-
 import torch
 
+from distmega.engine.ranks.context import DEVICE_NAME
 from distmega.errors import RequestError
-
-_NAME = re.compile(r"cpu|cuda(:\d{1,4})?")
 
 
 def find_device(name: str) -> torch.device:
     """ "cpu", or the GPU "cuda:i" of this machine; RequestError for any other."""
-    if not _NAME.fullmatch(str(name)):
+    if not DEVICE_NAME.fullmatch(str(name)):
         raise RequestError(
             f"device {name!r}",
             expected="cpu or cuda:i",
