@@ -40,6 +40,9 @@ def short_dtype(dtype: object) -> str:
 
 HALVES = ("bf16", "f16")
 """The float types of 16 bits."""
+FLOATS_TO_F32 = (*HALVES, "f32")
+"""Those that kernels compute with in f32."""
+FLOATS = (*FLOATS_TO_F32, "f64")
 
 INTEGER_BITS: dict[str, int] = {"i64": 64, "i32": 32, "bool": 1}
 """Bits of the types that hold whole numbers."""

@@ -31,6 +31,7 @@ from distmega.hostir.passes.fuse_heads import (
 )
 from distmega.hostir.passes.fused_kinds import op_exprs
 from distmega.program import expr
+from distmega.program.dtypes import FLOATS
 from distmega.program.kinds import kind_of
 from distmega.program.ops.parts import make_op
 from distmega.program.types import Access, Index, Op, Program, Tensor, accesses
@@ -40,7 +41,6 @@ MAX_WRITES = 4
 MAX_FLOPS = 64
 """What one kernel takes: operands, results, and function applications an element."""
 
-FLOATS = frozenset({"bf16", "f16", "f32", "f64"})
 _SUM = expr.parse("a0 + a1")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from distmega.program.dtypes import FLOATS_TO_F32
 from distmega.program.kinds import kind_of
 from distmega.program.ops.parts import axis_names, make_op
 from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor, accesses
@@ -60,7 +61,7 @@ def heads_op(op: Op, buffers: Mapping[str, Tensor]) -> HeadsOp | None:
     names, out = [access.tensor for access in op.reads], op.writes[0].tensor
     shape = buffers[names[0]].shape
     fits = len(shape) >= 3 and shape[-1] % 2 == 0 and buffers[out].dtype == buffers[names[0]].dtype
-    if not fits or buffers[out].dtype not in ("bf16", "f16", "f32"):
+    if not fits or buffers[out].dtype not in FLOATS_TO_F32:
         return None
     kind = kind_of(op)
     if kind.statistics == "rms" and len(names) == 3:

@@ -13,6 +13,7 @@ from distmega.hostir.ir.nodes import LibraryOp, Node
 from distmega.hostir.passes.fused_kinds import NormStep, Step, op_exprs, row_steps
 from distmega.hostir.passes.joining import join_ops, last_work, take
 from distmega.program import expr
+from distmega.program.dtypes import FLOATS_TO_F32
 from distmega.program.kinds import kind_of
 from distmega.program.ops.axis_views import access_axes, is_plain
 from distmega.program.ops.parts import make_op
@@ -25,7 +26,6 @@ MAX_FLOPS = 64
 MAX_COLUMNS = 8192
 MAX_HELD = 40960
 """Elements of a row at a time, and of all whole operands and results, which registers hold."""
-FLOATS = frozenset({"bf16", "f16", "f32"})
 _SUM = expr.parse("a0 + a1")
 
 
@@ -120,7 +120,7 @@ def _rows_of(op: Op, buffers: Mapping[str, Tensor]) -> _RowOp | None:
     """
     types = {buffers[access.tensor].dtype for access in accesses(op)}
     outs = {access_axes(access) for access in op.writes}
-    if not types <= FLOATS or len(outs) > 1 or not all(map(is_plain, op.writes)):
+    if not types.issubset(FLOATS_TO_F32) or len(outs) > 1 or not all(map(is_plain, op.writes)):
         return None
     (names,) = outs
     axes = tuple(op.axis(name) for name in names)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from distmega.errors import ProgramError
+from distmega.program.dtypes import FLOATS
 from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Op, Program, accesses, contracts
 from distmega.superopt.graph.named import Dims
@@ -22,9 +23,6 @@ KNOWN = (*COMPUTE, *DATA_MOVEMENT)
 
 ROW_KINDS = ("rms_norm", "layer_norm", "softmax")
 """Kinds that read their last axis d once more as r."""
-
-FLOATS = ("bf16", "f16", "f32", "f64")
-"""Types of its tensors: whole numbers and bools are no field."""
 
 MAX_OPS = 12
 
