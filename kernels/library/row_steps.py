@@ -28,8 +28,6 @@ from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
 from distmega.program.expr import Expr
 
-EARLY = True
-"""Whether launches may begin before what came before them ends."""
 TILE = 1024
 """Elements of a program that has several rows."""
 FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -144,7 +142,7 @@ def run_rows(
             steps[at] = row_strides(given[at])
     outer, inner, column = zip(*[found for found in steps if found], strict=True)
     rows, padded, warps = tile_of(num_rows, columns, num_sms(xs[0].device.index))
-    early = EARLY and is_hopper(xs[0].device.index)
+    early = is_hopper(xs[0].device.index)
     launch(
         run_steps, (triton.cdiv(num_rows, rows),),
         *given, *[None] * (MAX_READS - len(xs)), *ys, *[None] * (MAX_WRITES - len(ys)),

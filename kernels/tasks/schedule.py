@@ -171,7 +171,7 @@ def _assign_tasks(graph: TaskGraph, flat: FlatGraph, num_sms: int, hop_bytes: in
         best, start = -1, float("inf")
         for sm in candidates:
             heard = (event.heard_by(sm, hop_bytes) for event in events)
-            ready = max(free[sm] + weight, *heard) if events else free[sm] + weight
+            ready = max((free[sm] + weight, *heard))
             if ready < start:
                 best, start = sm, ready
         free[best] = finish = start + cost - weight + TASK_BYTES
