@@ -79,14 +79,12 @@ class Footprints:
         """The region of the base tensor that one task touches."""
         return self._resolve(access, group.op, task_tiles(group, task))
 
-    def footprint(
-        self, group: TaskGroup, access: Access, pin: tuple[str, int] | None = None
-    ) -> int:
-        """Id of an access's footprint over all tasks; `pin` restricts one axis to one value."""
-        key = (self._group_id(group), access.dims, self._storage(access.tensor), pin)
+    def footprint(self, group: TaskGroup, access: Access) -> int:
+        """Id of an access's footprint over all tasks."""
+        key = (self._group_id(group), access.dims, self._storage(access.tensor))
         known = self._intern(key)
         if known not in self._footprints:
-            self._footprints[known] = self._build(group, access, pin)
+            self._footprints[known] = self._build(group, access)
         return known
 
     def overlap(self, earlier: int, later: int) -> Bools:
@@ -145,12 +143,10 @@ class Footprints:
             region = view_source(region, view, self._shapes[tensor])
         return region
 
-    def _build(self, group: TaskGroup, access: Access, pin: tuple[str, int] | None) -> Footprint:
+    def _build(self, group: TaskGroup, access: Access) -> Footprint:
         used = {name for index in access.dims for name in index.axes}
         extents = group.op.extents
         whole = {name: range(extent) for name, extent in extents.items()}
-        if pin is not None:
-            whole[pin[0]] = range(pin[1], pin[1] + 1)
         choices: list[list[list[Tile]]] = []
         tile_of_task = np.zeros(1, dtype=np.int64)
         for split in group.splits:

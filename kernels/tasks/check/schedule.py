@@ -13,8 +13,10 @@ first one. Of a peer's earlier launches a task knows
 - else what its rank knew at the end of the launch before: `end` of that one, and by the same
   argument all those before that one, if `end` is of any task at all.
 
-Why a few ranks are enough. A race has two tasks and an owner of memory, so three ranks at most, and
-all ranks are alike, so the memory of rank 0 stands for any.
+Why two ranks are enough. All ranks run the same tasks, so two tasks of the ranks 0 and 1 and the
+memory of rank 0 stand for any. In a receive buffer ranks write one slot each, that of their number,
+which is checked: so writes of different ranks never meet. As the owner may have any number, a slot
+that is read may be its own, or any peer's; both must hold.
 """
 
 from collections import defaultdict
@@ -30,9 +32,11 @@ from distmega.kernels.tasks.check.launch_clocks import Clocks, StuckError, compu
 from distmega.kernels.tasks.check.queues import CheckedTask, Queues, run_queues
 from distmega.kernels.tasks.expand import SOURCE
 from distmega.kernels.tasks.footprints import Footprints
-from distmega.kernels.tasks.types import Schedule, ScheduledTask
+from distmega.kernels.tasks.types import Schedule, ScheduledTask, TaskGroup
+from distmega.program.types import Access, Index
 
 MAX_RANKS = 3
+"""That a deadlock is described with."""
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -40,9 +44,16 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """How the tasks of one group on one rank touch a tensor in the memory of rank 0. axis: along
-    which that rank's number counts, where it writes on all ranks along it, else "".
+    """How the tasks of one group on rank 0, or on a peer (rank 1), touch a tensor in the memory of
+    rank 0. axis: along which the ranks lie that all write a slot each, else "".
     """
+
+    def meets(self, other: "Use") -> bool:
+        """Whether both may touch an element, one of them to write: not in slots of two ranks. Two
+        tasks of one peer are as two of rank 0.
+        """
+        slots = self.axis == other.axis != "" and (self.rank or other.rank)
+        return (self.write or other.write) and not slots
 
     group: int
     rank: int
@@ -67,7 +78,7 @@ def check_schedule(schedule: Schedule, peer_buffers: int = PEER_BUFFERS) -> None
 
 
 def num_ranks_to_check(schedule: Schedule) -> int:
-    """As many ranks as there can be in a race."""
+    """Enough ranks to see a deadlock."""
     return min(schedule.graph.team_size, MAX_RANKS)
 
 
@@ -104,7 +115,7 @@ class _Races:
         for tensor, uses in self.uses().items():
             copies = self.peer_buffers if any(use.axis for use in uses) else 1
             for one, other in product(uses, repeat=2):
-                if one.write or other.write:
+                if one.meets(other):
                     i, j = self.meeting(one.footprint, other.footprint)
                     first = self.clocks.number_of[one.group][i]
                     then = self.clocks.number_of[other.group][j]
@@ -193,20 +204,23 @@ class _Races:
                     base = footprints.base(access.tensor)
                     if base not in written:
                         continue
-                    axis = group.mesh_axis if write else ""
-                    for rank in range(min(group.num_ranks, MAX_RANKS) if axis else 1):
-                        pin = (SOURCE, rank) if axis else None
-                        footprint = footprints.footprint(group, access, pin)
-                        found[base].append(
-                            Use(
-                                group=nth,
-                                rank=rank,
-                                footprint=footprint,
-                                write=write,
-                                axis=axis,
-                            )
-                        )
+                    axis = _require_slots(group, access) if write else ""
+                    footprint = footprints.footprint(group, access)
+                    for rank in range(min(group.num_ranks, 2) if axis else 1):
+                        use = Use(group=nth, rank=rank, footprint=footprint, write=write, axis=axis)
+                        found[base].append(use)
         return found
+
+
+def _require_slots(group: TaskGroup, access: Access) -> str:
+    """The mesh axis along which ranks write slots of a receive buffer, "" for other writes."""
+    if group.mesh_axis and access.dims[:1] != (Index(axes=(SOURCE,)),):
+        raise CheckError(
+            f"op {group.op.name!r} writes {access} on every rank",
+            expected=f"a slot for each rank: axis {SOURCE!r} in the first dim, alone",
+            remedy="give the receive buffer one slot a rank",
+        )
+    return group.mesh_axis
 
 
 def lay_out(schedule: Schedule, epoch: int, num_ranks: int) -> list[Queues]:

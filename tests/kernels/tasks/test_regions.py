@@ -211,18 +211,6 @@ def test_tiles_cut_the_iteration_space_exactly(made: tuple):
         assert cover_exactly_once([tuple(tiles)], sizes)
 
 
-def test_pinning_an_axis_leaves_one_slot():
-    p = ProgramBuilder("pin")
-    x = p.state("x", (3, 8))
-    program = p.build(x.map("a0", name="y"))
-    (group,) = tile_ops(program, y=(even("i1", 8, 2),))
-    footprints = Footprints(program)
-    write = group.op.writes[0]
-    first, second = (footprints.footprint(group, write, ("i0", i)) for i in (0, 1))
-    assert not footprints.overlap(first, second).any()
-    assert footprints.num_elements(first) == 8
-
-
 def test_equal_layers_share_footprints():
     p = ProgramBuilder("layers")
     x = p.state("x", (16, 8))

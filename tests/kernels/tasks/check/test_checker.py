@@ -1,7 +1,7 @@
 """The proof of a schedule: as strict as running every task of every rank, and fast at any size."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,32 +14,40 @@ from distmega.errors import CheckError
 from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import PEER_BUFFERS
 from distmega.kernels.tasks.check.queues import CheckedTask, MemoryRegion, check_queues
-from distmega.kernels.tasks.check.schedule import check_schedule, lay_out, num_ranks_to_check
+from distmega.kernels.tasks.check.schedule import check_schedule, lay_out
 from distmega.kernels.tasks.expand import SOURCE, expand_collectives, team_size
 from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.regions import access_boxes, task_tiles
 from distmega.kernels.tasks.schedule import schedule_graph
 from distmega.kernels.tasks.tile import tile_segment
-from distmega.kernels.tasks.types import Schedule, ScheduledTask, TaskSignal, TaskWait
+from distmega.kernels.tasks.types import (
+    RangeSplit,
+    Schedule,
+    ScheduledTask,
+    TaskGroup,
+    TaskSignal,
+    TaskWait,
+)
 from distmega.models.presets import PRESETS
-from distmega.program.types import Access
+from distmega.program.types import Access, Index, Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from tests.calls import num_calls
-from tests.kernels.programs import decoder, graph_of, random_programs
+from tests.kernels.programs import decoder, graph_of, random_programs, random_splits, sized
+from tests.kernels.tasks.test_collectives import gather_program
 from tests.kernels.tasks.test_schedule import without_wait
 
 NUM_LAUNCHES = 4
 
 
 def explicit_launch(schedule: Schedule, launch: int, copies: int) -> list[list[list[CheckedTask]]]:
-    """All ranks' queues with the memory that each task touches, as the explicit checker takes
+    """The queues of all ranks with the memory that each task touches, as the explicit checker takes
     them.
     """
     groups = schedule.graph.groups
     footprints = Footprints(schedule.graph.segment)
     shapes = schedule.graph.segment.tensor_map()
-    num_ranks = num_ranks_to_check(schedule)
+    num_ranks = schedule.graph.team_size
     received = {a.tensor for group in groups if group.all_ranks for a in group.op.writes}
 
     def memories(task: ScheduledTask, access: Access, owner: int, rank: int) -> MemoryRegion:
@@ -108,7 +116,38 @@ def damaged(schedule: Schedule, choices: random.Random) -> Schedule:
 def test_what_passes_also_passes_task_by_task(
     tp: int, data: st.DataObject, seed: int, copies: int
 ) -> None:
-    program, groups = data.draw(random_programs(tp))
+    require_as_strict(data.draw(random_programs(tp)), tp, data, seed, copies)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@given(data=st.data(), seed=st.integers(0, 10**6), copies=st.integers(1, PEER_BUFFERS))
+@settings(max_examples=30)
+def test_what_passes_of_gathers_also_passes_task_by_task(
+    tp: int, data: st.DataObject, seed: int, copies: int
+) -> None:
+    """Tasks that read the slots of some ranks only."""
+    program = expand_collectives(gather_program((2, 3), 0, tp), DeviceMesh(tp=tp))
+    cuts = [data.draw(random_splits(op)) for op in program.ops]
+    require_as_strict((program, grouped(program, cuts)), tp, data, seed, copies)
+
+
+def grouped(program: Program, cuts: Sequence[tuple[RangeSplit, ...]]) -> tuple[TaskGroup, ...]:
+    """One group an op, cut so."""
+    return tuple(
+        TaskGroup(op=op, splits=cut, all_ranks=op.kind == "push")
+        for op, cut in zip(program.ops, cuts, strict=True)
+    )
+
+
+def require_as_strict(
+    cut: tuple[Program, tuple[TaskGroup, ...]],
+    tp: int,
+    data: st.DataObject,
+    seed: int,
+    copies: int,
+) -> None:
+    """Damages a schedule; what the proof lets pass the explicit checker does too."""
+    program, groups = cut
     graph = build_task_graph(program, groups, tp)
     choices = random.Random(seed)
     schedule = schedule_graph(graph, data.draw(st.integers(1, 4)), hop_bytes=0)
@@ -118,6 +157,36 @@ def test_what_passes_also_passes_task_by_task(
     launches = [explicit_launch(schedule, at, copies) for at in range(NUM_LAUNCHES)]
     if passes(lambda: check_schedule(schedule, copies)):
         check_queues(launches)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_no_wait_of_a_gather_can_go(num_ranks: int) -> None:
+    """A task a slot, each on an SM of its own; every slot is a peer's on some rank."""
+    program = expand_collectives(gather_program((1, 6), 1, num_ranks), DeviceMesh(tp=num_ranks))
+    cuts = ((), (sized("r", num_ranks, 1),))
+    graph = build_task_graph(program, grouped(program, cuts), num_ranks)
+    schedule = schedule_graph(graph, 2 * num_ranks, hop_bytes=0)
+    check_schedule(schedule)
+    waits = [
+        (sm, place, number)
+        for sm, queue in enumerate(schedule.queues)
+        for place, task in enumerate(queue)
+        for number in range(len(task.waits))
+    ]
+    assert waits
+    for at in waits:
+        with pytest.raises(CheckError, match="race on"):
+            check_schedule(without_wait(schedule, *at))
+
+
+def test_peers_that_write_one_place_are_refused() -> None:
+    program = expand_collectives(gather_program((1, 6), 1, 2), DeviceMesh(tp=2))
+    push, combine = program.ops
+    place = replace(push.writes[0], dims=(Index(), *push.writes[0].dims[1:]))
+    program = replace(program, ops=(replace(push, writes=(place,)), combine))
+    graph = build_task_graph(program, grouped(program, ((), ())), 2)
+    with pytest.raises(CheckError, match="on every rank; expected a slot for each rank"):
+        check_schedule(schedule_graph(graph, 2))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
