@@ -412,7 +412,7 @@ class ProgramBuilder:
         )
 
     def concat(self, xs: Sequence[Handle], dim: int, name: str = "") -> Handle:
-        """Joins tensors along `dim`; other dims are equal."""
+        """Joins tensors of one dtype along `dim`; other dims are equal."""
         if not isinstance(xs, Sequence):
             raise ProgramError(
                 f"a concat of {type(xs).__name__}",

@@ -14,9 +14,9 @@ Step = Callable[[st.DrawFn, ProgramBuilder, Handle], Handle]
 
 
 def _linear(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:
-    n = draw(st.integers(1, 5))
-    w = p.weight(f"w{n}.{x.shape[-1]}", (n, x.shape[-1]))
-    return p.linear(x, w, p.weight(f"b{n}", (n,)) if draw(st.booleans()) else None)
+    n, dtype = draw(st.integers(1, 5)), x.tensor.dtype
+    w = p.weight(f"w{n}.{x.shape[-1]}.{dtype}", (n, x.shape[-1]), dtype)
+    return p.linear(x, w, p.weight(f"b{n}.{dtype}", (n,), dtype) if draw(st.booleans()) else None)
 
 
 def _pointwise(draw: st.DrawFn, p: ProgramBuilder, x: Handle) -> Handle:

@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from distmega import ProgramBuilder
 from distmega.errors import ProgramError
-from distmega.program.builder import Handle
+from distmega.program.builder import Handle, ProgramBuilder, Routing
 from distmega.program.text import print_program
 
 
@@ -179,6 +178,12 @@ def test_a_failed_op_leaves_the_program_as_it_was():
     assert print_program(p.build(p.set(x, name="y"))).count("\n") == 5
 
 
+def routed(p: ProgramBuilder, use: Callable[[Handle, Routing], object]) -> object:
+    """What is done with rows of whole numbers sorted by group."""
+    to = p.route(p.input("to", (2, 1), "i32"), 3)
+    return use(p.gather_rows(p.input("i", (2, 4), "i32"), to), to)
+
+
 Misuse = Callable[[ProgramBuilder, Handle], object]
 MISUSES: dict[str, tuple[Misuse, str]] = {
     "a dim that is a float": (lambda p, x: p.reduce(x, 1.0), "dim 1.0; expected a whole number"),
@@ -200,6 +205,36 @@ MISUSES: dict[str, tuple[Misuse, str]] = {
     "products of bools": (
         lambda p, x: p.linear(p.input("b", (4,), "bool"), x),
         "'b' of dtype bool; expected numbers",
+    ),
+    "whole numbers times floats": (
+        lambda p, x: p.linear(p.input("i", (4,), "i32"), x),
+        "'x' of f32 with 'i' of i32, whose type the result has; expected whole numbers",
+    ),
+    "whole numbers and a bias of floats": (
+        lambda p, x: p.linear(
+            p.input("i", (4,), "i32"), p.input("w", (2, 4), "i32"), p.weight("b", (2,))
+        ),
+        "'b' of f32 with 'i' of i32",
+    ),
+    "experts of floats for whole numbers": (
+        lambda p, x: routed(p, lambda i, to: p.grouped_linear(i, p.weight("w", (3, 4, 4)), to)),
+        "'w' of f32 with 'gather_rows_1' of i32",
+    ),
+    "sums of whole numbers weighed by floats": (
+        lambda p, x: routed(p, lambda i, to: p.scatter_add(i, p.weight("w", (2, 1)), to)),
+        "'w' of f32 with 'gather_rows_1' of i32",
+    ),
+    "halves of whole rows": (
+        lambda p, x: routed(p, lambda i, to: p.grouped_pointwise("a0 * 0.5", i, routing=to)),
+        "with a result in i32 holds '0.5'",
+    ),
+    "a rotation of whole numbers": (
+        lambda p, x: p.rope(p.input("i", (2, 4), "i32"), p.input("at", (2,), "i64"), x),
+        "'i' of dtype i32; expected a float type",
+    ),
+    "a concat of two types": (
+        lambda p, x: p.concat([x, p.input("i", (2, 4), "i32")], 0),
+        "concat of dtypes f32, i32; expected one dtype",
     ),
     "attention by no scale": (
         lambda p, x: p.attend(*(p.input(n, (1, 1, 2, 8)) for n in "qkv"), None, None),

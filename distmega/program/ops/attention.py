@@ -47,6 +47,7 @@ def rope(name: str, x: Tensor, positions: Tensor, table: Tensor) -> Built:
     if not fits or len(x.shape) < 2 or len(table.shape) != 2 or x.shape[-1] % 2:
         found = f"x {x.shape}, positions {positions.shape}, table {table.shape}"
         raise bad_op(name, found, "[m, ..., d], [m], [t, d], d even")
+    require_floats(name, x)
     require_integers(name, positions)
     middle = axis_names("h", len(x.shape) - 2)
     axes = [Axis(name=n, extent=e) for n, e in zip(["m", *middle, "d"], x.shape, strict=True)]

@@ -34,6 +34,7 @@ from distmega.program.ops.parts import (
     inexact_integers,
     make_op,
     normal_dim,
+    require_factors,
 )
 from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor
 
@@ -49,9 +50,8 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None = None, spec: st
     spec: like "m k, n k -> m n", or "m k, n k, n -> m n" with a bias. By default the last dims of x
     and w contract. Sums in fp32 or wider; output dtype is x's.
     """
-    if x.dtype == "bool":
-        raise bad_op(name, f"{x.name!r} of dtype bool", "numbers", "convert it")
     tensors = [x, w] if bias is None else [x, w, bias]
+    require_factors(name, x, tensors[1:])
     operands, out_axes = _parse_spec(name, spec or _default_spec(x, w, bias), len(tensors))
     extents: dict[str, int] = {}
     for tensor, group in zip(tensors, operands, strict=True):

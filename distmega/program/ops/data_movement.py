@@ -65,9 +65,14 @@ def slice_dim(
 
 
 def concat(name: str, xs: Sequence[Tensor], dim: int) -> Built:
-    """Joins tensors along one dim; positions outside an operand are simply not read from it."""
+    """Joins tensors of one dtype along a dim; positions outside an operand are simply not read from
+    it.
+    """
     if not xs:
         raise bad_op(name, "concat of no tensors", "at least one")
+    if len(dtypes := list(dict.fromkeys(x.dtype for x in xs))) > 1:
+        remedy = f'convert the others, as by pointwise("a0", x, dtype="{dtypes[0]}")'
+        raise bad_op(name, f"concat of dtypes {', '.join(dtypes)}", "one dtype", remedy)
     dim = normal_dim(name, xs[0], dim)
     for x in xs:
         if len(x.shape) != len(xs[0].shape) or any(

@@ -21,7 +21,9 @@ from distmega.program.ops.parts import (
     axis_names,
     bad_op,
     index,
+    inexact_integers,
     make_op,
+    require_factors,
     require_integers,
 )
 from distmega.program.types import Access, Axis, Index, Op, Tensor
@@ -148,6 +150,7 @@ def grouped_linear(name: str, x: Tensor, w: Tensor, offsets: Tensor, rows: int) 
     if not fits or w.shape[0] != num_groups or not 1 <= rows <= x.shape[0]:
         found = f"x {x.shape}, w {w.shape}, offsets {offsets.shape}, {rows} rows a group"
         raise bad_op(name, found, "[p, k], [e, n, k], [e + 1], at most p rows")
+    require_factors(name, x, [w])
     axes = _group_axes(num_groups, rows, "parallel")
     axes.append(Axis(name="n", extent=w.shape[1]))
     axes.append(Axis(name="k", extent=w.shape[2], role="reduce", combine="sum"))
@@ -166,6 +169,8 @@ def grouped_pointwise(
     if not args or expr.num_args(tree) != len(args):
         found = f"expression {text!r} over {len(args)} operands"
         raise bad_op(name, found, expr.expected_args(tree))
+    if part := expr.inexact_part(tree, [a.dtype for a in args]):
+        raise inexact_integers(text, part, args[0].dtype)
     if not args[0].shape or any(a.shape != args[0].shape for a in args):
         raise bad_op(name, f"shapes {[a.shape for a in args]}", "equal shapes [p, ...]")
     shape = args[0].shape
@@ -193,6 +198,7 @@ def scatter_add(name: str, y: Tensor, weights: Tensor, slots: Tensor, offsets: T
     if not fits or y.shape[0] != slots.num_elements:
         found = f"y {y.shape}, weights {weights.shape}, slots {slots.shape}"
         raise bad_op(name, found, "[m * c, n], [m, c], [m, c]")
+    require_factors(name, y, [weights])
     require_integers(name, slots)
     rows, num = slots.shape
     axes = [Axis(name="m", extent=rows), Axis(name="n", extent=y.shape[1])]

@@ -78,6 +78,19 @@ def require_floats(name: str, x: Tensor) -> None:
         raise bad_op(name, f"{x.name!r} of dtype {x.dtype}", "a float type", remedy)
 
 
+def require_factors(name: str, x: Tensor, factors: Sequence[Tensor]) -> None:
+    """Raises ProgramError for an x of bool, and for factors of floats where x, whose type the
+    result has, holds whole numbers.
+    """
+    if x.dtype == "bool":
+        raise bad_op(name, f"{x.name!r} of dtype bool", "numbers", "convert it")
+    floats = [factor for factor in factors if not is_integer(factor.dtype)]
+    if floats and is_integer(x.dtype):
+        remedy = f'convert {x.name!r}, as by pointwise("a0", x, dtype="{floats[0].dtype}")'
+        found = f"{floats[0].name!r} of {floats[0].dtype} with {x.name!r} of {x.dtype}"
+        raise bad_op(name, f"{found}, whose type the result has", "whole numbers", remedy)
+
+
 def normal_dim(name: str, x: Tensor, dim: int) -> int:
     """`dim` counted from the front; negative ones count from the back."""
     dim = whole_number(name, "dim", dim)
