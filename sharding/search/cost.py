@@ -89,16 +89,14 @@ def op_bytes(
     op: Op,
     tensors: Mapping[str, Tensor],
     extents: Mapping[str, int] | None = None,
-    *,
-    worst: bool = False,
 ) -> int:
     """Bytes an op moves between memory and cores: every element it touches, each tensor once.
 
-    extents: axes whose extent differs from the op's (one rank's part); by default none. worst: the
-    most that it can be where the data decide, else what is expected.
+    extents: axes whose extent differs from the op's (one rank's part); by default none. Where the
+    data decide, what is expected.
     """
     sizes = {**op.extents, **(extents or {})}
-    load = group_load(op, tensors, sizes, worst=worst)
+    load = group_load(op, tensors, sizes)
     touched: dict[str, int] = {}
     for access in accesses(op):
         elements = _touched(op, access, tensors, sizes, load)
@@ -164,15 +162,13 @@ def op_flops(
     op: Op,
     extents: Mapping[str, int] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
-    *,
-    worst: bool = False,
 ) -> int:
     """Arithmetic of an op: two a multiply-add of a contraction, a few an element elsewhere.
 
-    tensors: needed of an op that runs over groups of rows. worst: as of op_bytes.
+    tensors: needed of an op that runs over groups of rows.
     """
     sizes = {**op.extents, **(extents or {})}
-    load = group_load(op, tensors, sizes, worst=worst) if tensors else None
+    load = group_load(op, tensors, sizes) if tensors else None
     if load is not None:
         return _grouped_flops(op, sizes, load)
     points = math.prod(sizes[axis.name] for axis in op.axes if not axis.lookup)

@@ -1,8 +1,8 @@
 """What the ops on groups of rows touch, when the data decide how many rows each group has.
 
 Comes in: an op with a grouped index, extents of one rank's part. Goes out: how many groups have a
-row and how many rows there are, expected of rows sent at random, or in the worst case. Used by
-cost.py; nothing here looks at kinds, only at access maps.
+row and how many rows there are, expected of rows sent at random. Used by cost.py; nothing here
+looks at kinds, only at access maps.
 """
 
 import math
@@ -24,14 +24,12 @@ class GroupLoad:
     num_rows: float
 
 
-def group_load(
-    op: Op, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], *, worst: bool = False
-) -> GroupLoad | None:
-    """The load of one rank's part of an op; None for an op that runs over no groups.
+def group_load(op: Op, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> GroupLoad | None:
+    """The load expected of one rank's part of an op; None for an op that runs over no groups.
 
-    sizes: extents of that part. Expected: each of the rows that can be in a group goes to equally
-    many of all groups, which are sampled at random; where ranks share groups out, of the rank that
-    gets most, for which the others wait. Worst: all rows come here, to as many groups as they can.
+    sizes: extents of that part. Each of the rows that can be in a group goes to equally many of all
+    groups, which are sampled at random; where ranks share groups out, of the rank that gets most,
+    for which the others wait.
     """
     index = grouped_index(op)
     if index is None:
@@ -44,9 +42,6 @@ def group_load(
         if each.is_grouped
     )
     here, num = sizes[axis], int(str(op.get("num_groups", op.extents[axis])))
-    if worst:
-        groups = float(min(here, total))
-        return GroupLoad(axis=axis, rows_axis=rows_axis, num_groups=groups, num_rows=float(total))
     share = min(1.0, total / (op.extents[rows_axis] * num))
     hit = 1.0 - math.pow(1.0 - share, op.extents[rows_axis])
     part = min(1.0, here / num)

@@ -190,8 +190,8 @@ def test_one_token_is_read_faster_by_a_part_of_each_expert_than_by_whole_ones():
     assert parts[1] / parts[0] == pytest.approx(5.1 / 4, rel=0.01)
 
 
-def test_cost_expected_and_worst():
-    """16 rows, 8 of 128 experts each: 16 * 8 rows, of 128 experts 82 expected and 128 at worst."""
+def test_expected_cost():
+    """16 rows, 8 of 128 experts each: 16 * 8 rows, of 128 experts 82."""
     program = moe_block(rows=16, hidden=64, num_experts=128, num=8, ffn=32)
     (gate,) = (op for op in program.ops if op.name == "gate")
     tensors = program.tensor_map()
@@ -199,13 +199,8 @@ def test_cost_expected_and_worst():
     rows = 128 * (64 + 32) * 4
     matrix, offsets = 64 * 32 * 4, 129 * 4
     assert op_bytes(gate, tensors) == pytest.approx(rows + hit * matrix + offsets, abs=16)
-    assert op_bytes(gate, tensors, worst=True) == rows + 128 * matrix + offsets
     assert op_flops(gate, tensors=tensors) == 2 * 128 * 64 * 32
     half = {"e": 64}
     most_rows = 64 + 0.564 * (128 * 0.5 * 0.5) ** 0.5
     assert op_flops(gate, half, tensors) == pytest.approx(2 * most_rows * 64 * 32, rel=1e-3)
-    assert op_flops(gate, half, tensors, worst=True) == 2 * 128 * 64 * 32
     assert op_bytes(gate, tensors, half) < op_bytes(gate, tensors)
-    one = moe_block(rows=1, hidden=64, num_experts=128, num=8, ffn=32)
-    (gate,) = (op for op in one.ops if op.name == "gate")
-    assert op_bytes(gate, one.tensor_map(), worst=True) == 8 * (64 + 32 + 64 * 32) * 4 + offsets
