@@ -17,7 +17,6 @@ from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.dtypes import ITEM_BYTES
 from distmega.program.types import KNOWN
 from distmega.torch_import.operators.values import (
-    TENSORS,
     Constant,
     Spread,
     TensorValue,
@@ -265,8 +264,3 @@ def require_dtype(dtype: str, where: str) -> str:
             remedy="convert it in the module, or keep this part out of what is captured",
         )
     return dtype
-
-
-def is_tensor(value: Value) -> bool:
-    """Whether a value is a tensor."""
-    return isinstance(value, TENSORS)

@@ -12,9 +12,16 @@ import torch
 from distmega.hostir.library.pointwise import pointwise
 from distmega.program.builder import Handle
 from distmega.program.expr import parse
-from distmega.torch_import.operators.build import Build, is_tensor
+from distmega.torch_import.operators.build import Build
 from distmega.torch_import.operators.table import rule
-from distmega.torch_import.operators.values import Constant, Spread, TensorValue, Value, value_dtype
+from distmega.torch_import.operators.values import (
+    Constant,
+    Spread,
+    TensorValue,
+    Value,
+    is_tensor,
+    value_dtype,
+)
 
 
 @rule("flip")

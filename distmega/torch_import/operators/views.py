@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from distmega.hostir.library.torch_types import torch_dtype
-from distmega.torch_import.operators.build import Build, is_tensor
+from distmega.torch_import.operators.build import Build
 from distmega.torch_import.operators.table import RULES, Rule, rule
-from distmega.torch_import.operators.values import Constant, TensorValue, Value
+from distmega.torch_import.operators.values import Constant, TensorValue, Value, is_tensor
 
 
 @rule("clone", "contiguous", "alias", "detach", "lift_fresh_copy", "dropout", "_conj")
