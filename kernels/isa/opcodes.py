@@ -291,7 +291,7 @@ class Attend:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
     """out[m, d] = table[ids[m] - coordinate[axis] * stride, d], zero where another rank holds the
-    row.
+    row; extent: rows of all ranks.
     """
 
     ids: Ref
@@ -305,6 +305,7 @@ class Embedding:
     out_strides: Pair
     axis: int
     stride: int
+    extent: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

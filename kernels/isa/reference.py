@@ -251,7 +251,7 @@ def _embedding(i: opcodes.Embedding, memory: RankMemory) -> Run:
 
     def run() -> None:
         whole = i.axis < 0
-        rows = embedding_values(ids, table, None if whole else base)
+        rows = embedding_values(ids, table, None if whole else base, i.extent)
         out.copy_(rows)
 
     return run

@@ -381,19 +381,20 @@ def _attention(context: Context, part: IterationBox) -> Instruction:
 
 
 def _embedding(context: Context, part: IterationBox) -> Instruction:
-    (m,), (d,) = part.dims["m"], part.dims["d"]
+    (m,), (d,), table_rows = part.dims["m"], part.dims["d"], context.op.axis("v").extent
     return opcodes.Embedding(
         ids=context.ref(part, 0),
         table=context.ref(part, 1),
         out=context.ref(part, 2),
         rows=m.length,
         dim=d.length,
-        table_rows=context.op.axis("v").extent,
+        table_rows=table_rows,
         id_stride=m.strides[0],
         table_strides=(context.stride("v", 1), d.strides[1]),
         out_strides=(m.strides[2], d.strides[2]),
         axis=context.axis_number("base_axis"),
         stride=int(context.number("base_stride", 0)),
+        extent=int(context.number("extent", table_rows)),
     )
 
 

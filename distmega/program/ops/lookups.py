@@ -6,6 +6,7 @@ As compute.py: names and tensors in, the Op and the tensors it writes out.
 from collections.abc import Callable
 from typing import Any
 
+from distmega.errors import RequestError
 from distmega.program.kinds import (
     Coordinate,
     OpKind,
@@ -79,13 +80,20 @@ def topk(name: str, x: Tensor, num_top: int) -> Built:
     return make_op(name, "topk", axes, [access(x, *rows, "u")], writes), (value, chosen)
 
 
-def embedding_values(ids: Any, table: Any, base: int | None = None) -> Any:
+def embedding_values(ids: Any, table: Any, base: int | None = None, extent: int = 0) -> Any:
     """Rows of table [v, ..., d] at ids [m]; torch raises IndexError for an id outside.
 
-    base: the table holds the ids from there on, and the rows of others are zeros.
+    base: the table holds the ids from there on, and the rows of others, which are below extent, are
+    zeros. RequestError for ids on a CPU that no rank has.
     """
     if base is None:
         return table.index_select(0, ids)
+    if ids.is_cpu and not bool(((ids >= 0) & (ids < extent)).all()):
+        raise RequestError(
+            f"an id of {int(ids[(ids < 0) | (ids >= extent)][0])} in a table of {extent} rows",
+            expected=f"ids from 0 to {extent - 1}",
+            remedy="correct the ids",
+        )
     local = ids - base
     mine = (local >= 0) & (local < table.shape[0])
     rows = table.index_select(0, local.clamp(0, table.shape[0] - 1))
@@ -93,8 +101,10 @@ def embedding_values(ids: Any, table: Any, base: int | None = None) -> Any:
 
 
 def _embedding_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
-    base = local_base(op, coordinate) if op.get("base_axis", "") else None
-    return lambda ids, table: embedding_values(ids, table, base)
+    if not op.get("base_axis", ""):
+        return embedding_values
+    base, extent = local_base(op, coordinate), int(str(op.attr("extent")))
+    return lambda ids, table: embedding_values(ids, table, base, extent)
 
 
 def _gather_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:

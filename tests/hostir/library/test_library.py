@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmega.errors import ProgramError
+from distmega.errors import ProgramError, RequestError
 from distmega.hostir.library import ops as library
 from distmega.hostir.library.opaque import encode_call, find_operator
 from distmega.hostir.library.ops import linear_spec, run_op
@@ -316,6 +316,10 @@ def test_embedding_by_shards_sums_to_the_whole(row: tuple[int, ...]):
     assert torch.equal(sum(parts), table[ids])
     whole, _ = lookups.embedding("y", declared("i", ids), declared("t", table))
     assert torch.equal(run_op(whole, {"i": ids, "t": table}, {})["y"], table[ids])
+    for wrong in (-1, 10, 2**40):
+        ids[2] = wrong
+        with pytest.raises(RequestError, match=f"id of {wrong} in a table of 10 rows; expected"):
+            run_op(local, {"i": ids, "t": padded[:4]}, {"tp": 0})
 
 
 def test_argmax_takes_the_lowest_index_and_masks_padding():

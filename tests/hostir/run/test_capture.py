@@ -139,7 +139,7 @@ def test_of_a_decode_step_torchs_attention_alone_needs_the_host(batch: int):
 def test_an_embedding_divided_over_ranks_needs_nothing_of_the_host():
     ids, table = torch.zeros(3, dtype=torch.int64, device=META), torch.empty(8, 4, device=META)
     with host_free():
-        embedding_values(ids, table, 8)
+        embedding_values(ids, table, 8, 16)
 
 
 @pytest.mark.parametrize(

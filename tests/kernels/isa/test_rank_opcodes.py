@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from distmega.errors import RequestError
 from distmega.kernels.tasks.expand import expand_collectives
 from distmega.kernels.tasks.tile import tile_segment
 from distmega.program.builder import ProgramBuilder
@@ -181,6 +182,9 @@ def test_embedding_of_a_sharded_table(tp):
     ranks = run_team(program, tp, values)
     total = sum(rank.tensors["out"] for rank in ranks)
     assert torch.equal(total, table[ids])
+    wrong = [{**each, "ids": ids + 1} for each in values]
+    with pytest.raises(RequestError, match="an id of 10 in a table of 10 rows; expected ids from"):
+        run_team(program, tp, wrong)
 
 
 @pytest.mark.parametrize("tp", TEAM)
