@@ -154,6 +154,12 @@ class CapturedModule:
         ]
         return pytree.tree_unflatten(leaves, step.captured.out_spec)
 
+    def explain(self) -> str:
+        """What was chosen for inputs of each combination of shapes that came so far, and how it
+        runs: CompiledProgram.explain() of each.
+        """
+        return "\n".join(step.compiled.explain() for step in self._steps.values())
+
     def state(self, name: str) -> Tensor:
         """This rank's part of a state; KeyError is a bug of the caller."""
         return self._persistent[name]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmega.errors import LostPeerError, RankFailure
+from distmega.errors import LostPeerError, MeshError, RankFailure
 from distmega.hostir.comm.collectives import Collectives, CommHandle, Mailbox, copy_into, token
 from distmega.hostir.comm.groups import close_left, close_with, left_groups
 from distmega.hostir.comm.plain import Plain, decode_plain, encode_plain, gather_bytes
@@ -120,14 +120,15 @@ class Communicator(Protocol):
 
 
 class SingleCommunicator(Collectives):
-    """A mesh of one rank: collectives copy, and there is nobody to send to."""
+    """A mesh of one rank, else MeshError: collectives copy, and there is nobody to send to."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         if mesh.num_ranks != 1:
-            raise RankFailure(
+            raise MeshError(
                 f"one process for {mesh}",
                 expected="a mesh of one rank",
-                remedy="start one process a rank, with a GlooCommunicator each",
+                remedy="start one process a rank, which gives its RankContext or makes a "
+                "GlooCommunicator",
             )
         super().__init__(mesh, mesh.ranks[0])
         self._mail = Mailbox()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import distmega
 from distmega.compiled import CompiledProgram
-from distmega.errors import CaptureError, PlanError, RankFailure
+from distmega.errors import CaptureError, MeshError, PlanError, RankFailure
 from distmega.program.text import parse_program, print_program
 from distmega.sharding.layout.placements import Layout, Shard
 from tests.torch_import.running import assert_close, call, check_module, open_ranks
@@ -187,6 +187,25 @@ def test_inputs_without_elements():
             return torch.cat([x, y]), x * 2, x.sum(0), x
 
     check_module(Joins(), (torch.ones(0, 3), torch.ones(2, 3)))
+
+
+def test_a_compiled_module_says_what_runs_for_each_combination_of_shapes():
+    module = nn.Linear(4, 2)
+    compiled = distmega.capture(module, (torch.ones(3, 4),), dynamic=True).compile()
+    explained = compiled.explain()
+    assert explained.startswith("plan of Linear on mesh(tp=1), machine cpu")
+    assert "no megakernel: a CPU" in explained
+    assert "f32[5, 4]" not in explained
+    with torch.no_grad():
+        compiled(torch.ones(5, 4))
+    assert compiled.explain().startswith(explained)
+    assert "input input: f32[5, 4]" in compiled.explain()
+
+
+def test_several_ranks_need_the_place_of_each():
+    captured = distmega.capture(nn.Linear(4, 2), (torch.ones(3, 4),))
+    with pytest.raises(MeshError, match=r"one process for .*; start .* gives its RankContext"):
+        captured.compile(mesh=distmega.DeviceMesh(tp=2))
 
 
 def test_weights_without_values_are_planned_and_not_compiled():

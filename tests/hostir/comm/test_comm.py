@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distmega.errors import RankFailure
+from distmega.errors import MeshError, RankFailure
 from distmega.hostir.comm.collectives import combine_parts
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -52,7 +52,7 @@ def test_a_rank_alone_cannot_wait_for_what_it_never_sent():
 
 
 def test_a_single_communicator_is_for_one_rank():
-    with pytest.raises(RankFailure, match=r"one process for mesh\(tp=2\)"):
+    with pytest.raises(MeshError, match=r"one process for mesh\(tp=2\)"):
         SingleCommunicator(DeviceMesh(tp=2))
 
 
