@@ -10,6 +10,7 @@ import math
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -91,14 +92,16 @@ class Engine:
         tell: Tell = tell_nobody,
     ) -> None:
         """Plans, compiles and loads weights. node: the host of this rank. logits: what a decode
-        step gives besides the token. sampling: how tokens are chosen where a call does not say; of
+        step gives besides the token: "none", or those that it chose from: "last", and "all",
+        which means the same here. sampling: how tokens are chosen where a call does not say; of
         several, each sequence of the batch takes its own, those behind them the most likely token,
         and a call may ask for all of them. progress: of the weights. tell: called with what is done
         next, in words.
 
         Raises PlanError where the mesh can't be used, LaunchError where ranks disagree,
-        RequestError for a device that this machine hasn't.
+        RequestError for other `logits` and a device that this machine hasn't.
         """
+        _require_logits(logits)
         self.mesh, self.comm, self.device = mesh, comm, find_device(device)
         self.eos_ids = frozenset(source.config.eos_ids)
         """Tokens that end a sequence."""
@@ -396,7 +399,7 @@ class Engine:
             raise RequestError(
                 f"a decode step of {num} tokens",
                 expected=f"one for each of 1 to {self.batch} sequences",
-                remedy="give a token for each sequence, or raise --batch",
+                remedy=f"give a token for each sequence, or raise {argument('batch')}",
             )
         for slot, num_cached in enumerate(self._num_cached[:num]):
             if not num_cached:
@@ -561,6 +564,16 @@ def _sampling_inputs(method: Method, batch: int, device: torch.device) -> dict[s
     )
     seeds = torch.zeros(batch, dtype=torch.int64, device="cpu")
     return {"sampling": settings.to(device), "seeds": seeds.to(device)}
+
+
+def _require_logits(logits: str) -> None:
+    """RequestError for what no decode step gives."""
+    if logits not in get_args(Logits):
+        raise RequestError(
+            f"logits={logits!r}",
+            expected=f"one of {', '.join(get_args(Logits))}",
+            remedy="leave it out for tokens alone",
+        )
 
 
 def _until_ended(

@@ -107,6 +107,8 @@ def test_logits_of_each_step_are_those_that_it_chose_from():
         assert [index for index, _ in one.top] == expected[row].topk(3).indices.tolist()
     with pytest.raises(RequestError, match='expected an engine that was opened with logits="last"'):
         next(open_tiny().generate_with_logits([[1]]))
+    with pytest.raises(RequestError, match="logits='first'; expected one of none, last, all"):
+        open_tiny(2, logits="first")
 
 
 def job(**changes: object) -> tuple[distmega.GenerateResult, list[distmega.Token]]:
