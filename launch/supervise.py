@@ -170,7 +170,6 @@ def describe_failure(report: Failed | Died, num_ranks: int) -> DistmegaError:
             expected="every rank to run until its target returns",
             remedy="look at its output (under Ray: DISTMEGA_LOG=info), and whether memory ran out",
         )
-    logger.debug("%s failed:\n%s", name, report.traceback)
     error = report.error or RankFailure(
         f"{name} raised {report.summary}",
         expected="every rank to run until its target returns",

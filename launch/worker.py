@@ -31,6 +31,8 @@ from distmega.launch.host.devices import allow_sharing, gpu_of
 from distmega.launch.host.reports import Done, Failed, Ready, Report, Value
 from distmega.launch.host.stores import DistError, PrefixStore, Store
 
+logger = logging.getLogger(__name__)
+
 GATHER_S = 0.005
 """Nobody sees a token come so much later."""
 
@@ -64,6 +66,7 @@ class RankRun:
             value = self._call_target(report)
             data = pickle.dumps(value) if rank == 0 else b""
         except BaseException as error:  # whatever ends the target must reach the launcher
+            logger.debug("failed", exc_info=error)
             report(_describe_failure(rank, error))
         else:
             report(Done(rank=rank, data=data))

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from distmega.env import read_settings
 from distmega.errors import LaunchError
 from distmega.launch.contract import Job
 
@@ -41,7 +42,7 @@ def connect() -> bool:
             object_store_memory=None if address else OBJECT_STORE_BYTES,
             include_dashboard=None if address else False,
             logging_level=logging.WARNING,
-            log_to_driver=logger.isEnabledFor(logging.INFO),
+            log_to_driver=shows_output(),
         )
         _log_daemons()
         if threading.current_thread() is threading.main_thread():
@@ -54,6 +55,13 @@ def connect() -> bool:
             "RAY_AUTH_MODE=token where `ray start` said that token authentication is enabled",
         ) from error
     return True
+
+
+def shows_output() -> bool:
+    """Whether what ranks print and log is shown here: where this process or DISTMEGA_LOG asks for
+    messages below warnings.
+    """
+    return logger.isEnabledFor(logging.INFO) or read_settings().log in ("debug", "info")
 
 
 def _probe(address: str) -> None:

@@ -91,6 +91,18 @@ def test_any_other_error_becomes_a_rank_failure_that_names_the_rank():
         start("stumble", "x")
 
 
+def test_a_rank_logs_its_own_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Also of a caller who has set up no logging and shows the message alone."""
+    monkeypatch.setenv("DISTMEGA_LOG", "debug")
+    with pytest.raises(RankFailure, match="set DISTMEGA_LOG=debug to see its traceback"):
+        start("stumble", "x")
+    logged = capfd.readouterr().err
+    assert "DEBUG rank 1 distmega.launch.worker: failed\nTraceback" in logged
+    assert "KeyError: 'x'" in logged
+
+
 @FORKED
 def test_a_rank_that_raises_in_set_up_is_named():
     with pytest.raises(RankFailure, match="rank 0 of 1 raised OSError: trapped"):

@@ -86,3 +86,10 @@ def test_ranks_are_numbered_by_node_then_device():
     assert [context.local_rank for context in contexts] == [0, 1, 0, 1]
     assert [context.device for context in contexts] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     assert {context.local_world_size for context in contexts} == {2}
+
+
+def test_the_output_of_ranks_is_shown_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    cluster = pytest.importorskip("distmega.launch.on_ray.cluster")
+    for log, shown in (("debug", True), ("info", True), ("warning", False), ("error", False)):
+        monkeypatch.setenv("DISTMEGA_LOG", log)
+        assert cluster.shows_output() == shown
