@@ -9,7 +9,6 @@ passes.py, then kernels/tasks/graph.py for the segments.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
 
@@ -56,6 +55,8 @@ REACHING_ALL = frozenset(kind.name for kind in kinds() if kind.reaches_all)
 MAX_STREAMS = 4
 """Streams besides the main one that a host loop uses, unless the caller knows better."""
 
+JOINS = (mix_columns, norm_sums, join_formulas, join_rows, order_results)
+"""What joins library ops once fuse_ops has, in order; each is a file of hostir/passes/."""
 
 Encodable = Callable[[Op, Mapping[str, Tensor], Mapping[str, tuple[int, ...]]], bool]
 """Whether a megakernel can do an op, given tensors by name, and the strides of its operands."""
@@ -117,41 +118,45 @@ class _Lowering:
         given = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
         views = {op.writes[0].tensor: op for op in program.ops if op.is_view}
         scope = Scope(tensors=tensors, views=views, slices={}, placed=given)
-        body = [*self.body(program.ops, scope, program.outputs), *self.order.join()]
+        body = (*self.body(program.ops, scope, program.outputs), *self.order.join())
         for name in program.outputs:
-            body += scope.named(name)
+            body = (*body, *scope.named(name))
         if self.fuse:
-            buffers = {**tensors, **self.lowered.chunks}
-            segments = {segment.name: segment for segment in self.segments}
-            body = [*fuse_ops(body, buffers, program.outputs, segments)]
-            body = [*mix_columns(body, buffers, program.outputs)]
-            body = [*norm_sums(body, buffers, program.outputs)]
-            body = [*join_formulas(body, buffers, program.outputs)]
-            body = [*join_rows(body, buffers, program.outputs)]
-            body = [*order_results(body, buffers, program.outputs)]
-        used = {name for node in walk_nodes(body) for name in named_buffers(node)}
-        used |= set(program.outputs)
-        whole = [t for t in program.tensors if t.role != "temp" or t.name in used]
-        parts = [
-            t for t in self.lowered.chunks.values() if t.name not in tensors and t.name in used
-        ]
-        host = HostProgram(
+            body = self.joined(body, tensors)
+        buffers = self.declared(body, tensors)
+        verify_storage(buffers, self.local.allocations)
+        by_name = {buffer.name: buffer for buffer in buffers}
+        return HostProgram(
             name=program.name,
             mesh=self.mesh,
-            buffers=(*(self.stored(t) for t in whole), *parts),
-            body=tuple(body),
+            buffers=buffers,
+            body=body,
             outputs=program.outputs,
             segments=tuple(self.segments),
             num_streams=self.lowered.num_streams,
             num_events=self.lowered.num_events,
+            symmetric_buffers=needed_symmetric_buffers(
+                walk_nodes(body), by_name, dict(self.mesh.axes)
+            ),
         )
-        sizes = dict(self.mesh.axes)
-        host = replace(
-            host,
-            symmetric_buffers=needed_symmetric_buffers(walk_nodes(body), host.buffer_map(), sizes),
-        )
-        verify_storage(host.buffers, self.local.allocations)
-        return host
+
+    def joined(self, body: tuple[Node, ...], tensors: Mapping[str, Tensor]) -> tuple[Node, ...]:
+        """The body with library ops joined that one kernel can do."""
+        buffers, outputs = {**tensors, **self.lowered.chunks}, self.program.outputs
+        segments = {segment.name: segment for segment in self.segments}
+        body = fuse_ops(body, buffers, outputs, segments)
+        for join in JOINS:
+            body = join(body, buffers, outputs)
+        return body
+
+    def declared(self, body: Sequence[Node], tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Buffers of a body: what the caller gives, the temps in use as they are stored, chunks."""
+        used = {name for node in walk_nodes(body) for name in named_buffers(node)}
+        used |= set(self.program.outputs)
+        whole = [t for t in self.program.tensors if t.role != "temp" or t.name in used]
+        chunks = self.lowered.chunks.values()
+        parts = [t for t in chunks if t.name not in tensors and t.name in used]
+        return (*map(self.stored, whole), *parts)
 
     def stored(self, tensor: Tensor) -> Tensor:
         return (
@@ -212,8 +217,8 @@ class _Lowering:
 
     def split_runs(self, ops: Sequence[Op], scope: Scope, alone: Container[str] = ()) -> list[Run]:
         """Ops but views, in order: host loops, maximal runs that fit a kernel, and the rest one by
-        one. alone: ops that are in no kernel. Nor are collectives of a
-        loop: beside a kernel of several ranks no other iteration might exchange anything.
+        one. alone: ops that are in no kernel. Nor are collectives of a loop: beside a kernel of
+        several ranks no other iteration might exchange anything.
         """
 
         def fits(op: Op) -> bool:
@@ -268,29 +273,27 @@ def lower_program(
 ) -> HostProgram:
     """One rank's host program, not yet freed: run passes.run_passes on it.
 
-    is_encodable: which ops of kinds that a megakernel has it can do, all if None; the others, and
-    the ops named in `apart`, become library ops and collectives between segments. peer_memory:
-    outside of loops `collectives`, kinds of these, stay in the kernel, and what the plan fuses is
-    one kernel. along_one: a segment's collectives are along one mesh axis. max_streams: of how many
-    streams the iterations of a host loop take turns. fuse: joins library ops that one kernel can do
-    (fuse.py), which rounds fewer intermediate results. rules: ops that are the program of one
-    become an op that is its graph, before anything else is lowered; with `megakernel` its graph's
-    ops, where that makes the program's `cost` less.
-    kept: names of ops that no rule replaces. is_usable: whether a rule's kernels pay at a program's
-    sizes. PlanError if a user asked for fused kernels without peer memory, or for no stream.
+    PlanError if a user asked for fused kernels without peer memory, or for no stream.
+
+    Args:
+        local: The program of one rank.
+        megakernel: Whether runs of ops that one can do become segments.
+        peer_memory: Whether ranks reach each other's: then, outside of loops, `collectives` stay in
+            the kernel, and what the plan fuses is one kernel.
+        is_encodable: Which ops of kinds that a megakernel has it can do, all if None; the others
+            become library ops and collectives between segments.
+        apart: Names of ops that become so too.
+        max_streams: Streams on which the iterations of a host loop take turns.
+        fuse: Joins library ops that one kernel can do, which rounds fewer intermediate results.
+        rules: Ops that are the program of one become an op that is its graph, before anything else
+            is lowered; with `megakernel` its graph's ops, where that makes the program better.
+        kept: Names of ops that no rule replaces.
+        collectives: Kinds of collectives that a megakernel does.
+        along_one: Whether a segment's collectives are along one mesh axis.
+        cost: By which it must be better, by default what the rules' kernels save.
+        is_usable: Whether a rule's kernels pay at a program's sizes, always if None.
     """
-    if type(max_streams) is not int or max_streams < 1:
-        raise PlanError(
-            f"max_streams {max_streams!r}",
-            expected="a whole number of at least 1",
-            remedy="use 1 to run the iterations of a host loop one after the other",
-        )
-    if not peer_memory and any(choice.forced for choice in local.fused):
-        raise PlanError(
-            'overlap "kernel" without peer memory',
-            expected="ranks that reach each other's memory",
-            remedy='lower with peer_memory=True, or plan with overlap "sequential"',
-        )
+    _require_lowerable(local, peer_memory, max_streams)
     fused = local.fused if peer_memory else ()
 
     def fits(op: Op, scope: Scope) -> bool:
@@ -304,15 +307,34 @@ def lower_program(
         return is_encodable(op, scope.tensors, strides)
 
     program = local.program
-    pairs = {name for choice in fused for name in (choice.pair.first, choice.pair.second)}
-    looped = {name for loop in local.host_loops for name, _ in loop.splits}
-    stays = {op.name for op in program.ops if op.name in kept} | pairs | looped
+    stays = _unreplaced(local, fused) | {op.name for op in program.ops if op.name in kept}
     if rules and megakernel:
         program = apply_rules(program, rules, cost, stays)
     elif rules:
         program = fuse_graphs(program, rules, stays, is_usable)
     lowering = _Lowering(local, program, fits, max_streams, fuse, fused, along_one=along_one)
     return lowering.run()
+
+
+def _require_lowerable(local: Localized, peer_memory: bool, max_streams: int) -> None:
+    if type(max_streams) is not int or max_streams < 1:
+        raise PlanError(
+            f"max_streams {max_streams!r}",
+            expected="a whole number of at least 1",
+            remedy="use 1 to run the iterations of a host loop one after the other",
+        )
+    if not peer_memory and any(choice.forced for choice in local.fused):
+        raise PlanError(
+            'overlap "kernel" without peer memory',
+            expected="ranks that reach each other's memory",
+            remedy='lower with peer_memory=True, or plan with overlap "sequential"',
+        )
+
+
+def _unreplaced(local: Localized, fused: Sequence[OverlapChoice]) -> set[str]:
+    """Names of ops that the plan has put into fused pairs and host loops: no rule replaces them."""
+    pairs = {name for choice in fused for name in (choice.pair.first, choice.pair.second)}
+    return pairs | {name for loop in local.host_loops for name, _ in loop.splits}
 
 
 def _fused_nodes(choice: OverlapChoice, ops: Sequence[Op], scope: Scope) -> Iterator[Node]:
