@@ -8,7 +8,7 @@ files. `peak_memory` reports what a program holds at most. Next: evaluator.py.
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -48,6 +48,27 @@ from distmega.program.types import Program
 logger = logging.getLogger(__name__)
 
 Pass = Callable[[HostProgram], HostProgram]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Storage that a node, or a group of them, reads and writes, and the mesh axes along which it
+    communicates.
+    """
+
+    reads: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+    axes: frozenset[str] = frozenset()
+
+    def __or__(self, other: "_Work") -> "_Work":
+        return _Work(self.reads | other.reads, self.writes | other.writes, self.axes | other.axes)
+
+    def must_end_before(self, node: "_Work") -> bool:
+        """Whether this communication must: the node touches what it writes, overwrites what it
+        reads, or communicates along other axes.
+        """
+        touches = self.writes & (node.reads | node.writes) or self.reads & node.writes
+        return bool(touches) or (bool(node.axes) and node.axes != self.axes)
 
 
 _HANDS_ON = RecordEvent | SetStream | Signal | ForLoop | StartCoalescing
@@ -97,12 +118,18 @@ def sink_waits(host: HostProgram) -> HostProgram:
     """
     sources, segments = view_sources(host.body), host.segment_map()
 
-    def roots(names: Sequence[str]) -> set[str]:
-        return {storage_of(name, sources) for name in names}
+    def work_of(node: Node) -> _Work:
+        reads, writes = (
+            frozenset(storage_of(name, sources) for name in names)
+            for names in (node_reads(node, segments), node_writes(node, segments))
+        )
+        if isinstance(node, Deallocate):
+            writes = frozenset({node.buffer})
+        return _Work(reads, writes, frozenset(communication_axes(node)))
 
     def sink(body: Sequence[Node]) -> tuple[Node, ...]:
-        pinned: dict[str, tuple[set[str], set[str], set[str]]] = {}
-        group: tuple[set[str], set[str], set[str]] = set(), set(), set()
+        started: dict[str, _Work] = {}
+        group = _Work()
         waiting: list[Wait] = []
         named: list[Node] = []
         out: list[Node] = []
@@ -113,13 +140,9 @@ def sink_waits(host: HostProgram) -> HostProgram:
             if isinstance(node, Allocate) or shown(node):
                 named.append(node)
                 continue
-            reads, writes = roots(node_reads(node, segments)), roots(node_writes(node, segments))
-            if isinstance(node, Deallocate):
-                writes = {node.buffer}
-            handing, axes = isinstance(node, _HANDS_ON | FILLING), {*communication_axes(node)}
+            work, hands_on = work_of(node), isinstance(node, _HANDS_ON | FILLING)
             for wait in tuple(waiting):
-                ins, outs, over = pinned[wait.handle]
-                if handing or outs & (reads | writes) or ins & writes or (axes and axes != over):
+                if hands_on or started[wait.handle].must_end_before(work):
                     out.append(wait)
                     waiting.remove(wait)
             if isinstance(node, ForLoop):
@@ -128,13 +151,13 @@ def sink_waits(host: HostProgram) -> HostProgram:
             named.clear()
             match node:
                 case StartCoalescing():
-                    group = set(), set(), set()
+                    group = _Work()
                 case EndCoalescing(handle=handle):
-                    pinned[handle] = group
+                    started[handle] = group
                 case Collective() | Send() | Recv() if node.handle:
-                    pinned[node.handle] = reads, writes, axes
+                    started[node.handle] = work
                 case Send() | Recv():
-                    group = group[0] | reads, group[1] | writes, group[2] | axes
+                    group |= work
         return (*out, *named, *waiting)
 
     return replace(host, body=sink(host.body))
