@@ -3,9 +3,9 @@
 In: instructions (opcodes.py) and a Header. Out: records of WORDS int32
 words (one 128-byte line), and back. A record is
 
-    word 0      opcode | number of waits << 8 | number of signals << 20
+    word 0      opcode | number of waits << WAITS_BIT | number of signals << SIGNALS_BIT
     words 1, 2  group and task (for traces and hang reports)
-    words 3, 4  first row in the wait table, first row in the signal table
+    words 3, 4  FIRST_WAIT, FIRST_SIGNAL: first row in the wait table and in the signal table
     word 5      types: 6 bits an operand in field order, 0 = absent, else 1 + space * 8 + dtype
     word 31     types of the operands after the fifth, or the last field
     from 6 on   the fields of the instruction in order: a Ref takes two words (base, first), an int
@@ -41,7 +41,11 @@ WORDS = 32
 HEADER_WORDS = 5
 WAIT_COLUMNS = ("event", "count", "axis")
 SIGNAL_COLUMNS = ("event", "axis")
-MAX_WAITS, MAX_SIGNALS = 2**12 - 1, 2**11 - 1
+WAITS_BIT, SIGNALS_BIT = 8, 20
+OPCODE_MASK, COUNT_MASK = 2**8 - 1, 2**12 - 1
+MAX_WAITS, MAX_SIGNALS = COUNT_MASK, COUNT_MASK >> 1
+"""Of a record; the sign bit of word 0 stays 0."""
+FIRST_WAIT, FIRST_SIGNAL = 3, 4
 DTYPES = tuple(ITEM_BYTES)
 
 
@@ -143,13 +147,13 @@ def header_words(opcode: int, header: Header) -> tuple[int, ...]:
             expected=f"at most {MAX_WAITS} and {MAX_SIGNALS}",
             remedy="use fewer, larger tasks, or one event an op",
         )
-    first = opcode | header.num_waits << 8 | header.num_signals << 20
+    first = opcode | header.num_waits << WAITS_BIT | header.num_signals << SIGNALS_BIT
     return first, header.group, header.task, header.wait, header.signal
 
 
 def write_headers(records: Words, headers: Sequence[Header]) -> None:
     """Puts one header into each of the records [n, WORDS], which keep their opcodes."""
-    opcodes = (records[:, 0] & 0xFF).tolist()
+    opcodes = (records[:, 0] & OPCODE_MASK).tolist()
     words = [header_words(o, h) for o, h in zip(opcodes, headers, strict=True)]
     records[:, :HEADER_WORDS] = np.array(words, dtype=np.int32).reshape(-1, HEADER_WORDS)
 
@@ -160,7 +164,7 @@ def patch_bases(records: Words, bases: Sequence[int]) -> Words:
     """
     patched = records.copy()
     table = np.array(bases, dtype=np.int32)
-    opcodes = records[:, 0] & 0xFF
+    opcodes = records[:, 0] & OPCODE_MASK
     for opcode in np.unique(opcodes).tolist():
         rows = np.flatnonzero(opcodes == opcode)
         for column in base_columns(opcode):
@@ -171,9 +175,9 @@ def patch_bases(records: Words, bases: Sequence[int]) -> Words:
 def unpack(record: Words) -> tuple[Header, Instruction]:
     """Header and instruction of a record; inverse of pack."""
     words = record.tolist()
-    kind = OPCODES[words[0] & 0xFF]
-    return unpack_header(record), kind(
-        **{field.name: _unpack_field(field, words) for field in record_fields(words[0] & 0xFF)}
+    opcode = words[0] & OPCODE_MASK
+    return unpack_header(record), OPCODES[opcode](
+        **{field.name: _unpack_field(field, words) for field in record_fields(opcode)}
     )
 
 
@@ -184,9 +188,9 @@ def unpack_header(record: Words) -> Header:
         group=group,
         task=task,
         wait=wait,
-        num_waits=counts >> 8 & MAX_WAITS,
+        num_waits=counts >> WAITS_BIT & COUNT_MASK,
         signal=signal,
-        num_signals=counts >> 20,
+        num_signals=counts >> SIGNALS_BIT,
     )
 
 

@@ -7,7 +7,7 @@ runner.py.
 
 from collections.abc import Iterator, Sequence
 
-from distmega.kernels.isa.encoding import Encoded, Words
+from distmega.kernels.isa.encoding import OPCODE_MASK, Encoded, Words
 from distmega.kernels.isa.events import queued_tasks
 from distmega.kernels.isa.opcodes import OPCODES
 from distmega.kernels.records.diagnosis import describe
@@ -29,7 +29,7 @@ def record_spans(encoded: Encoded, numbers: Words, stamps: Stamps, rank: int) ->
     """
     for one, header in queued_tasks(encoded):
         begin, ready, end = stamps[one.sm][one.position]
-        opcode = int(encoded.queues[one.sm, one.position, 0]) & 0xFF
+        opcode = int(encoded.queues[one.sm, one.position, 0]) & OPCODE_MASK
         op = encoded.names[header.group]
         args: dict[str, str | int] = {
             "step": 0,

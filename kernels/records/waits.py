@@ -12,13 +12,16 @@ One thread of an SM looks at a counter for all. Next on the walk: kernel.py.
 import triton
 from triton import language as tl
 
-from distmega.kernels.isa.encoding import MAX_WAITS as MOST_WAITS
-from distmega.kernels.isa.encoding import SIGNAL_COLUMNS, WAIT_COLUMNS
+from distmega.kernels.isa import encoding
 from distmega.kernels.runtime import report as report_words
 
-WAIT_WORDS: tl.constexpr = tl.constexpr(len(WAIT_COLUMNS))
-SIGNAL_WORDS: tl.constexpr = tl.constexpr(len(SIGNAL_COLUMNS))
-MAX_WAITS: tl.constexpr = tl.constexpr(MOST_WAITS)
+WAIT_WORDS: tl.constexpr = tl.constexpr(len(encoding.WAIT_COLUMNS))
+SIGNAL_WORDS: tl.constexpr = tl.constexpr(len(encoding.SIGNAL_COLUMNS))
+COUNT_MASK: tl.constexpr = tl.constexpr(encoding.COUNT_MASK)
+WAITS_BIT: tl.constexpr = tl.constexpr(encoding.WAITS_BIT)
+FIRST_WAIT: tl.constexpr = tl.constexpr(encoding.FIRST_WAIT)
+SIGNALS_BIT: tl.constexpr = tl.constexpr(encoding.SIGNALS_BIT)
+FIRST_SIGNAL: tl.constexpr = tl.constexpr(encoding.FIRST_SIGNAL)
 FIRST: tl.constexpr = tl.constexpr(report_words.REPORT_FIRST)
 LIMIT: tl.constexpr = tl.constexpr(report_words.REPORT_LIMIT)
 ALARM: tl.constexpr = tl.constexpr(report_words.REPORT_ALARM)
@@ -127,13 +130,13 @@ def accuse(report, epoch, at):
 @triton.jit
 def num_waits(record):
     """Events that a record waits for."""
-    return (tl.load(record) >> 8) & MAX_WAITS
+    return (tl.load(record) >> WAITS_BIT) & COUNT_MASK
 
 
 @triton.jit
 def wait(record, tables, events, epoch, report):
     """For the events that a record names."""
-    first = tl.load(record + 3)
+    first = tl.load(record + FIRST_WAIT)
     for nth in range(num_waits(record)):
         row = tables.waits + (first + nth) * WAIT_WORDS
         at, target = tl.load(row) * events.lanes, tl.load(row + 1) * epoch
@@ -149,8 +152,8 @@ def wait(record, tables, events, epoch, report):
 @triton.jit
 def signal(record, tables, events):
     """Of the events that a record names, here or on all ranks of the team."""
-    num = (tl.load(record) >> 20) & 0xFFF
-    first = tl.load(record + 4)
+    num = (tl.load(record) >> SIGNALS_BIT) & COUNT_MASK
+    first = tl.load(record + FIRST_SIGNAL)
     for nth in range(num):
         row = tables.signals + (first + nth) * SIGNAL_WORDS
         at = tl.load(row) * events.lanes + events.lane
