@@ -105,8 +105,8 @@ class RowRunner:
     ) -> None:
         """The arenas are uint8 tensors on the GPU that the layouts describe, weights in the order
         of queues.order_weights. team: the ranks that share the segment, which must all make their
-        runner together. timeout_s: bound on a wait for a peer; one for another SM of this GPU lasts
-        LOCAL_LIMIT_S at most.
+        runner together. timeout_s: bound on any wait, which with a team may depend on a peer;
+        without one LOCAL_LIMIT_S at most.
         """
         device = weights_arena.device
         self.segment, self.queues = segment, queues
