@@ -27,18 +27,38 @@ ALIGNED = 8
 
 @dataclass(frozen=True, slots=True)
 class RecordShape:
-    """How a record goes through its operands, () where it goes element by element: see RecordSpec.
+    """How a record goes through its operands.
 
-    Of a box widths are rows and columns, powers of two; boxes that are made or on their way at the
-    same time; of a copy which of its dims have the rows and the columns. steps: strides of each
-    operand along rows and columns, the written one's first. units: ALIGNED where it divides the
-    number of rows (1 where none lie side by side), of columns, and the first element of each
-    operand, else 1.
+    widths: how much it has at a time, in powers of two. steps: strides of what goes by tiles of
+    tensor cores, whole rows or boxes, so that its loads are compiled as wide as they may be; () of
+    what goes by the strides in its words. units: powers of two up to ALIGNED, each of which divides
+    a number of the record or the place of an operand's first element; () without steps.
+
+    - A product: widths are rows and columns of a tile; steps those of x, w and out, two each; units
+      of PRODUCT_UNITS (specs.py).
+    - A norm: rows that pass together, and elements of each; steps of x, out, weight and bias; units
+      of NORM_UNITS (specs.py).
+    - An attention: see heads.py.
+    - A formula or a copy: rows and columns of a box; boxes that are made or on their way at the
+      same time; of a copy which of its dims have the rows and the columns. steps: of each operand
+      along rows and columns, the written one's first. units: ALIGNED where it divides the number of
+      rows (1 where none lie side by side), of columns, and the first element of each operand, else
+      1.
     """
 
     widths: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
     units: tuple[int, ...] = ()
+
+
+def unit_of(number: int) -> int:
+    """The largest power of two up to ALIGNED that divides a number."""
+    return math.gcd(number, ALIGNED)
+
+
+def padded(extent: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (extent - 1).bit_length()
 
 
 def unit_of_first(ref: Ref, strides: Sequence[int]) -> int:
@@ -64,9 +84,9 @@ def box_of_formula(one: Pointwise, extra: Sequence[ExtraOperand]) -> RecordShape
         widths=(height, width, _stages(height * width, refs[1:])),
         steps=tuple(step for _, strides in operands for step in strides),
         units=(
-            _unit(rows) if is_transposed else 1,
-            _unit(columns),
-            *(_unit(unit_of_first(ref, strides)) for ref, strides in operands),
+            _aligned_or_one(rows) if is_transposed else 1,
+            _aligned_or_one(columns),
+            *(_aligned_or_one(unit_of_first(ref, strides)) for ref, strides in operands),
         ),
     )
 
@@ -89,10 +109,10 @@ def box_of_copy(one: Copy) -> RecordShape:
         widths=(min(height, most), width, 1, rows, columns),
         steps=tuple(s[dim] for s in (one.dst_strides, one.src_strides) for dim in (rows, columns)),
         units=(
-            _unit(num_rows) if read else 1,
-            _unit(num_columns),
-            _unit(unit_of_first(one.dst, one.dst_strides)),
-            _unit(unit_of_first(one.src, one.src_strides)),
+            _aligned_or_one(num_rows) if read else 1,
+            _aligned_or_one(num_columns),
+            _aligned_or_one(unit_of_first(one.dst, one.dst_strides)),
+            _aligned_or_one(unit_of_first(one.src, one.src_strides)),
         ),
     )
 
@@ -103,8 +123,8 @@ def _widths(rows: int, columns: int, refs: Sequence[Ref]) -> tuple[int, int]:
     """
     each = sum(4 if ref.dtype in FLOATS_TO_F32 else 16 for ref in refs)
     most = min(MOST_ELEMENTS, 1 << (BOX_BYTES // each).bit_length() - 1)
-    width = min(_padded(columns), most)
-    return min(_padded(rows), most // width), width
+    width = min(padded(columns), most)
+    return min(padded(rows), most // width), width
 
 
 def _stages(elements: int, read: Sequence[Ref]) -> int:
@@ -113,10 +133,6 @@ def _stages(elements: int, read: Sequence[Ref]) -> int:
     return 1 + min(AHEAD, STAGE_BYTES // max(1, num_bytes))
 
 
-def _unit(number: int) -> int:
+def _aligned_or_one(number: int) -> int:
     """Elements that may move together: few cases, so that few specs differ in them alone."""
     return ALIGNED if number % ALIGNED == 0 else 1
-
-
-def _padded(extent: int) -> int:
-    return 1 << (extent - 1).bit_length()

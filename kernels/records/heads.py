@@ -5,12 +5,11 @@ where one goes a query at a time: of other types than halves, of heads that are 
 query to the keys. Next on the walk: boxes.py.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distmega.kernels.isa.opcodes import ATTENDED, Attend, Attention, ExtraOperand, Ref
-from distmega.kernels.records.boxes import ALIGNED, RecordShape, unit_of_first
+from distmega.kernels.records.boxes import RecordShape, unit_of, unit_of_first
 from distmega.program.dtypes import HALVES
 
 MOST_HEAD = 256
@@ -31,10 +30,10 @@ class _Operand:
 def head_tiles(
     one: Attention | Attend, extra: Sequence[ExtraOperand], widths: tuple[int, int]
 ) -> RecordShape:
-    """widths: of heads, powers of two as large, then queries and keys of a tile. steps: strides of
-    q, keys, values and out along rows, heads, the group or positions, and elements. units: powers
-    of two that divide elements of a head of keys and of values, and the first elements of those
-    operands. extra: operands before the record.
+    """widths: of heads of keys and of values, padded; of what is returned then also queries and
+    keys of a tile. steps: strides of q, keys, values and out along rows, heads, the group or
+    positions, and elements. units: of elements of a head of keys and of values, and of the first
+    elements of those operands. extra: operands before the record.
     """
     operands = _operands(one, extra)
     queries = one.g * (one.m if _rows_share_keys(one, operands) else 1)
@@ -47,8 +46,8 @@ def head_tiles(
         widths=(*widths, FEW_QUERIES if queries <= FEW_QUERIES else MANY_QUERIES, keys),
         steps=tuple(step for operand in operands for step in operand.strides),
         units=(
-            math.gcd(ALIGNED, one.d),
-            math.gcd(ALIGNED, one.e),
+            unit_of(one.d),
+            unit_of(one.e),
             *(unit_of_first(operand.ref, operand.strides) for operand in operands),
         ),
     )

@@ -63,7 +63,7 @@ def stamp(stamps, row, nth: tl.constexpr):
 
 
 @triton.jit
-def execute(record, arenas, member, spec: tl.constexpr):
+def execute(record, arenas, team, spec: tl.constexpr):
     """One instruction, by all threads of an SM."""
     opcode: tl.constexpr = opcode_of(spec)
     if opcode == "Linear":
@@ -87,21 +87,21 @@ def execute(record, arenas, member, spec: tl.constexpr):
     elif opcode == "Attend":
         attend(record, arenas, spec)
     elif opcode == "Embedding":
-        embedding(record, arenas, spec, member)
+        embedding(record, arenas, spec, team)
     elif opcode == "Gather":
         gather(record, arenas, spec)
     elif opcode == "Copy":
         copy(record, arenas, spec)
     elif opcode == "TakeShard":
-        take_shard(record, arenas, spec, member)
+        take_shard(record, arenas, spec, team)
     elif opcode == "Argmax":
-        argmax(record, arenas, spec, member)
+        argmax(record, arenas, spec, team)
     elif opcode == "Top":
         top(record, arenas, spec)
     elif opcode == "Push":
-        push(record, arenas, spec, member)
+        push(record, arenas, spec, team)
     elif opcode == "PushParts":
-        push_parts(record, arenas, spec, member)
+        push_parts(record, arenas, spec, team)
     elif opcode == "SumRanks":
         sum_ranks(record, arenas, spec)
     else:
@@ -130,7 +130,7 @@ def run_records(tables, memory, events, member, report, longest, stamps, specs: 
     epoch = tl.load(events.epoch)
     # not % 2, which is -1 for the odd epochs behind 2^31
     mine = member.arenas + (epoch & 1) * events.lanes
-    there = (member.coordinates, mine, events.lanes)
+    team = (member.coordinates, mine, events.lanes)
     own = tl.load(mine + events.lane).to(tl.pointer_type(tl.uint8))
     arenas = (memory.weights, memory.states, memory.activations, own)
     for at in range(tl.load(tables.lengths + sm)):
@@ -146,7 +146,7 @@ def run_records(tables, memory, events, member, report, longest, stamps, specs: 
         if found >= 0:
             for nth in tl.static_range(num_specs(specs)):
                 if found == nth:
-                    execute(record, arenas, there, spec_at(specs, nth))
+                    execute(record, arenas, team, spec_at(specs, nth))
             # the next record, and whoever hears the signal, may read what any thread has stored
             tl.debug_barrier()
         stamp(stamps, sm * longest + at, 2)

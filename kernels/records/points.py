@@ -28,8 +28,8 @@ from distmega.kernels.records.words import (
 BLOCK: tl.constexpr = tl.constexpr(1024)
 """Elements that an SM works on together."""
 COORDINATES, PEERS, NUM_RANKS = (tl.constexpr(n) for n in range(3))
-"""What a member among ranks has: int32 coordinates along mesh axes, int64 addresses of the memory
-that peers write in this launch, ranks of the team.
+"""What bodies are told of the team: this rank's int32 coordinates along mesh axes, the int64
+addresses of the memory of each rank that peers write in this launch, how many ranks there are.
 """
 
 
@@ -54,10 +54,10 @@ def num_points(record, spec: tl.constexpr, dims: tl.constexpr):
 
 
 @triton.jit
-def coordinate(member, record, spec: tl.constexpr):
+def coordinate(team, record, spec: tl.constexpr):
     """This rank's along the mesh axis that a record names, 0 where it names none."""
     axis = number(record, spec, "axis")
-    return tl.load(member[COORDINATES] + tl.maximum(axis, 0)) * (axis >= 0)
+    return tl.load(team[COORDINATES] + tl.maximum(axis, 0)) * (axis >= 0)
 
 
 @triton.jit
@@ -70,9 +70,9 @@ def outer_rows(record, spec: tl.constexpr):
 
 
 @triton.jit
-def take_shard(record, arenas, spec: tl.constexpr, member):
+def take_shard(record, arenas, spec: tl.constexpr, team):
     src, dst = operand(record, arenas, spec, "src"), operand(record, arenas, spec, "dst")
-    first = coordinate(member, record, spec) * number(record, spec, "shard")
+    first = coordinate(team, record, spec) * number(record, spec, "shard")
     bound, total = number(record, spec, "bound"), num_points(record, spec, 4)
     a_row, step = outer_rows(record, spec), number(record, spec, "src_strides", 0)
     for start in range(0, total, BLOCK):
@@ -102,11 +102,11 @@ def gather(record, arenas, spec: tl.constexpr):
 
 
 @triton.jit
-def embedding(record, arenas, spec: tl.constexpr, member):
+def embedding(record, arenas, spec: tl.constexpr, team):
     ids, table = operand(record, arenas, spec, "ids"), operand(record, arenas, spec, "table")
     out = operand(record, arenas, spec, "out")
     rows, dim = number(record, spec, "rows"), number(record, spec, "dim")
-    base = coordinate(member, record, spec) * number(record, spec, "stride")
+    base = coordinate(team, record, spec) * number(record, spec, "stride")
     table_rows, id_stride = number(record, spec, "table_rows"), number(record, spec, "id_stride")
     table_m = number(record, spec, "table_strides", 0)
     table_d = number(record, spec, "table_strides", 1)
@@ -239,31 +239,31 @@ def argmax_ranks(record, arenas, spec: tl.constexpr):
 
 
 @triton.jit
-def received(word, member, rank, dtype: tl.constexpr):
+def received(word, team, rank, dtype: tl.constexpr):
     """The first element of an operand in the memory that peers write, on a rank of the team."""
-    arena = tl.load(member[PEERS] + rank).to(tl.pointer_type(tl.uint8))
+    arena = tl.load(team[PEERS] + rank).to(tl.pointer_type(tl.uint8))
     return typed(arena, word, dtype)
 
 
 @triton.jit
-def push(record, arenas, spec: tl.constexpr, member):
+def push(record, arenas, spec: tl.constexpr, team):
     x, total = operand(record, arenas, spec, "x"), num_points(record, spec, 4)
-    slot = coordinate(member, record, spec) * number(record, spec, "slot_stride")
+    slot = coordinate(team, record, spec) * number(record, spec, "slot_stride")
     word = record + word_of(opcode_of(spec), "recv")
     for start in range(0, total, BLOCK):
         point = start + tl.arange(0, BLOCK)
         mask = point < total
         found = read(x + offset_of(record, spec, "x_strides", point), mask, spec, "x")
         at = offset_of(record, spec, "recv_strides", point) + slot
-        for rank in range(member[NUM_RANKS]):
-            to = received(word, member, rank, element_type(spec, "recv"))
+        for rank in range(team[NUM_RANKS]):
+            to = received(word, team, rank, element_type(spec, "recv"))
             write(to + at, found, mask, spec, "recv")
 
 
 @triton.jit
-def push_parts(record, arenas, spec: tl.constexpr, member):
+def push_parts(record, arenas, spec: tl.constexpr, team):
     x, total = operand(record, arenas, spec, "x"), num_points(record, spec, 4)
-    slot = coordinate(member, record, spec) * number(record, spec, "slot_stride")
+    slot = coordinate(team, record, spec) * number(record, spec, "slot_stride")
     word = record + word_of(opcode_of(spec), "recv")
     shard, bound = number(record, spec, "shard"), number(record, spec, "bound")
     a_row, step = outer_rows(record, spec), number(record, spec, "x_strides", 0)
@@ -272,8 +272,8 @@ def push_parts(record, arenas, spec: tl.constexpr, member):
         mask = point < total
         near = offset_of(record, spec, "x_strides", point)
         at = offset_of(record, spec, "recv_strides", point) + slot
-        for rank in range(member[NUM_RANKS]):
+        for rank in range(team[NUM_RANKS]):
             there = mask & (rank * shard + point // a_row < bound)
             found = read(x + near + rank * shard * step, there, spec, "x")
-            to = received(word, member, rank, element_type(spec, "recv"))
+            to = received(word, team, rank, element_type(spec, "recv"))
             write(to + at, found, mask, spec, "recv")

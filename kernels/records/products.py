@@ -12,7 +12,7 @@ Sums are f32, of whole numbers i64, of f64 f64. Next on the walk: attention.py.
 import triton
 from triton import language as tl
 
-from distmega.kernels.records.specs import RecordSpec
+from distmega.kernels.records.specs import PRODUCT_UNITS, RecordSpec
 from distmega.kernels.records.words import (
     by_strides,
     has,
@@ -21,7 +21,6 @@ from distmega.kernels.records.words import (
     operand,
     read,
     space_of,
-    step_of,
     type_of,
     wide_type,
     write,
@@ -38,6 +37,9 @@ FETCHED: tl.constexpr = tl.constexpr(256)
 """Lines that an SM's threads ask for together."""
 STAGE_BYTES = 160 * 1024
 """Of the SM's shared memory, for blocks of sums."""
+UNITS = {name: n for n, name in enumerate(PRODUCT_UNITS)}
+STEPS = {"x": 0, "w": 2, "out": 4}
+"""Where a spec by tiles has the strides of an operand."""
 
 
 @triton.constexpr_function
@@ -48,24 +50,24 @@ def by_halves(spec: RecordSpec):
 
 
 @triton.constexpr_function
-def by_tiles(spec: RecordSpec):
-    """Whether tiles are multiplied as a whole."""
+def by_dot(spec: RecordSpec):
+    """Whether Triton multiplies tiles as a whole: not those of numbers of 64 bits."""
     return wide_type(spec, "x") == tl.float32
 
 
 @triton.constexpr_function
 def tile_m(spec: RecordSpec):
-    return spec.widths[0] if by_tiles(spec) else 4
+    return spec.widths[0] if by_dot(spec) else 4
 
 
 @triton.constexpr_function
 def tile_n(spec: RecordSpec):
-    return spec.widths[1] if by_tiles(spec) else 32
+    return spec.widths[1] if by_dot(spec) else 32
 
 
 @triton.constexpr_function
 def tile_k(spec: RecordSpec):
-    return 128 if by_halves(spec) else 32 if by_tiles(spec) else 16
+    return 128 if by_halves(spec) else 32 if by_dot(spec) else 16
 
 
 @triton.jit
@@ -77,14 +79,21 @@ def products_of(x, w, total, mask_x, mask_w, spec: tl.constexpr):
     wide: tl.constexpr = wide_type(spec, "x")
     left = read(x, mask_x, spec, "x")
     right = read(w, mask_w, spec, "w").to(wide)
-    if by_tiles(spec):
+    if by_dot(spec):
         return tl.dot(left, right, total, input_precision="ieee")
     return total + tl.sum(left[:, :, None] * right[None, :, :], 1)
 
 
 @triton.constexpr_function
-def unit_of(spec: RecordSpec, nth):
-    return spec.units[nth]
+def unit_of(spec: RecordSpec, name):
+    """What divides one of PRODUCT_UNITS."""
+    return spec.units[UNITS[name]]
+
+
+@triton.constexpr_function
+def step_of(spec: RecordSpec, name, dim):
+    """Of x along m, k, of w along n, k, of out along m, n."""
+    return spec.steps[STEPS[name] + dim]
 
 
 @triton.constexpr_function
@@ -103,7 +112,7 @@ def has_weight(spec: RecordSpec):
 @triton.constexpr_function
 def sums_side_by_side(spec: RecordSpec):
     """Whether a weight's elements lie side by side along k, rather than along n."""
-    return spec.steps[3] == 1
+    return step_of(spec, "w", 1) == 1
 
 
 @triton.jit
@@ -129,10 +138,10 @@ def fetch_weight(record, arenas, spec: tl.constexpr):
     num_n = number(record, spec, "n")
     num_k = tl.minimum(number(record, spec, "k"), SUMMED * num_stages(spec))
     if sums_side_by_side(spec):
-        rows, step = num_n, step_of(spec, 2)
+        rows, step = num_n, step_of(spec, "w", 0)
         lines = tl.cdiv(num_k, LINE)
     else:
-        rows, step = num_k, step_of(spec, 3)
+        rows, step = num_k, step_of(spec, "w", 1)
         lines = tl.cdiv(num_n, LINE)
     for start in range(0, rows * lines, FETCHED):
         line = tl.minimum(start + tl.arange(0, FETCHED), rows * lines - 1)
@@ -142,12 +151,12 @@ def fetch_weight(record, arenas, spec: tl.constexpr):
 @triton.jit
 def tiled(record, arenas, spec: tl.constexpr):
     """A Linear by tiles: loads are asynchronous, several blocks of the sum ahead."""
-    x = operand(record, arenas, spec, "x", unit_of(spec, 3))
-    w = operand(record, arenas, spec, "w", unit_of(spec, 4))
-    out = operand(record, arenas, spec, "out", unit_of(spec, 5))
-    num_m = multiple(record, spec, "m", unit_of(spec, 0))
-    num_n = multiple(record, spec, "n", unit_of(spec, 1))
-    num_k = multiple(record, spec, "k", unit_of(spec, 2))
+    x = operand(record, arenas, spec, "x", unit_of(spec, "x"))
+    w = operand(record, arenas, spec, "w", unit_of(spec, "w"))
+    out = operand(record, arenas, spec, "out", unit_of(spec, "out"))
+    num_m = multiple(record, spec, "m", unit_of(spec, "m"))
+    num_n = multiple(record, spec, "n", unit_of(spec, "n"))
+    num_k = multiple(record, spec, "k", unit_of(spec, "k"))
     rows, columns = tl.arange(0, tile_m(spec)), tl.arange(0, tile_n(spec))
     depth = tl.arange(0, SUMMED)
     for m0 in range(0, num_m, tile_m(spec)):
@@ -158,12 +167,12 @@ def tiled(record, arenas, spec: tl.constexpr):
             for k0 in tl.range(0, num_k, SUMMED, num_stages=num_stages(spec)):
                 k = k0 + depth
                 left = tl.load(
-                    x + (m * step_of(spec, 0))[:, None] + (k * step_of(spec, 1))[None, :],
+                    x + (m * step_of(spec, "x", 0))[:, None] + (k * step_of(spec, "x", 1))[None, :],
                     mask=(m < num_m)[:, None] & (k < num_k)[None, :],
                     other=0.0,
                 )
                 right = tl.load(
-                    w + (k * step_of(spec, 3))[:, None] + (n * step_of(spec, 2))[None, :],
+                    w + (k * step_of(spec, "w", 1))[:, None] + (n * step_of(spec, "w", 0))[None, :],
                     mask=(k < num_k)[:, None] & (n < num_n)[None, :],
                     other=0.0,
                 )
@@ -172,7 +181,11 @@ def tiled(record, arenas, spec: tl.constexpr):
                 bias = operand(record, arenas, spec, "bias")
                 step = number(record, spec, "bias_stride")
                 total += read(bias + n * step, n < num_n, spec, "bias")[None, :].to(tl.float32)
-            to = out + (m * step_of(spec, 4))[:, None] + (n * step_of(spec, 5))[None, :]
+            to = (
+                out
+                + (m * step_of(spec, "out", 0))[:, None]
+                + (n * step_of(spec, "out", 1))[None, :]
+            )
             write(to, total, (m < num_m)[:, None] & (n < num_n)[None, :], spec, "out")
 
 

@@ -14,7 +14,7 @@ from triton import language as tl
 
 from distmega.kernels.isa.opcodes import SCANS
 from distmega.kernels.records.points import combined, coordinate
-from distmega.kernels.records.specs import UNITED, RecordSpec
+from distmega.kernels.records.specs import NORM_UNITS, RecordSpec
 from distmega.kernels.records.words import (
     by_strides,
     has,
@@ -23,7 +23,6 @@ from distmega.kernels.records.words import (
     operand,
     read,
     real,
-    step_of,
     way_of,
     wide_type,
     write,
@@ -36,7 +35,9 @@ POINTS: tl.constexpr = tl.constexpr(64)
 DEPTH: tl.constexpr = tl.constexpr(16)
 OF_PRODUCTS = SCANS[1]
 """The scan that multiplies."""
-UNITS = {name: n for n, name in enumerate(UNITED)}
+UNITS = {name: n for n, name in enumerate(NORM_UNITS)}
+STEPS = {"x": 0, "out": 2, "weight": 4, "bias": 5}
+"""Where the spec of a norm of whole rows has the strides of an operand."""
 NO_INDEX: tl.constexpr = tl.constexpr(2**62)
 
 
@@ -122,8 +123,14 @@ def row_width(spec: RecordSpec):
 
 @triton.constexpr_function
 def unit_of(spec: RecordSpec, name):
-    """What divides a number or the place of the first element of an operand."""
+    """What divides one of NORM_UNITS."""
     return spec.units[UNITS[name]]
+
+
+@triton.constexpr_function
+def step_of(spec: RecordSpec, name, dim):
+    """Of x and out along rows and columns, of weight and bias along columns alone."""
+    return spec.steps[STEPS[name] + dim]
 
 
 @triton.jit
@@ -135,10 +142,10 @@ def norm(record, arenas, spec: tl.constexpr):
 
 
 @triton.jit
-def vector(record, arenas, spec: tl.constexpr, name: tl.constexpr, nth: tl.constexpr, i, mask):
+def vector(record, arenas, spec: tl.constexpr, name: tl.constexpr, i, mask):
     """Elements i of a weight or bias, one row."""
     start = operand(record, arenas, spec, name, unit_of(spec, name))
-    return read(start + i * step_of(spec, nth), mask, spec, name)[None, :]
+    return read(start + i * step_of(spec, name, 0), mask, spec, name)[None, :]
 
 
 @triton.jit
@@ -154,14 +161,16 @@ def norm_of_rows(record, arenas, spec: tl.constexpr):
     for m0 in range(0, rows, rows_at_once(spec)):
         m = m0 + tl.arange(0, rows_at_once(spec))
         there = (m < rows)[:, None]
-        near = (m * step_of(spec, 0))[:, None] + (i * step_of(spec, 1))[None, :]
+        near = (m * step_of(spec, "x", 0))[:, None] + (i * step_of(spec, "x", 1))[None, :]
         found = read(x + near, there & inside[None, :], spec, "x")
         found = normalised(found, inside[None, :], dim, real(record, spec, "eps"), spec)
         if has(spec, "weight"):
-            found = found * vector(record, arenas, spec, "weight", 4, i, inside)
+            found = found * vector(record, arenas, spec, "weight", i, inside)
         if has(spec, "bias"):
-            found = found + vector(record, arenas, spec, "bias", 5, i, inside)
-        to = (m * step_of(spec, 2))[:, None] + ((i - first) * step_of(spec, 3))[None, :]
+            found = found + vector(record, arenas, spec, "bias", i, inside)
+        to = (m * step_of(spec, "out", 0))[:, None] + ((i - first) * step_of(spec, "out", 1))[
+            None, :
+        ]
         write(out + to, found, there & written[None, :], spec, "out")
 
 
@@ -301,11 +310,11 @@ def best_below(row, step, extent, last, last_at, spec: tl.constexpr):
 
 
 @triton.jit
-def argmax(record, arenas, spec: tl.constexpr, member):
+def argmax(record, arenas, spec: tl.constexpr, team):
     x = operand(record, arenas, spec, "x")
     value, index = operand(record, arenas, spec, "value"), operand(record, arenas, spec, "index")
     rows, step = number(record, spec, "rows"), number(record, spec, "step")
-    base = coordinate(member, record, spec) * number(record, spec, "stride")
+    base = coordinate(team, record, spec) * number(record, spec, "stride")
     left = number(record, spec, "extent") - base
     extent = tl.maximum(0, tl.minimum(number(record, spec, "columns"), left))
     wide: tl.constexpr = wide_type(spec, "x")

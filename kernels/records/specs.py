@@ -6,7 +6,6 @@ type they are, a formula, a way of combining; extents, strides and bases stay in
 words. Next on the walk: heads.py.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,10 +31,11 @@ from distmega.kernels.isa.opcodes import (
     Ref,
 )
 from distmega.kernels.records.boxes import (
-    ALIGNED,
     RecordShape,
     box_of_copy,
     box_of_formula,
+    padded,
+    unit_of,
     unit_of_first,
 )
 from distmega.kernels.records.heads import head_tiles
@@ -53,17 +53,23 @@ BODIES: frozenset[type[Instruction]] = frozenset(
 )  # fmt: skip
 """Instructions that the kernel has a body for."""
 NO_WORK = (opcodes.Nop, opcodes.ExtraOperand)
-MOST_TILED = 64
-"""Rows and columns of a product that an SM makes together, at most."""
-LEAST_TILED, LEAST_N, MOST_M, MOST_N = 64, 32, 128, 256
-"""Rows, or columns, and sums of those by tensor cores, at least; columns of their tiles, at least;
-rows and columns of these, at most.
-"""
+LEAST_TILED = 64
+"""Of a product that goes by tiles of tensor cores: elements of a sum, and rows or columns."""
+LEAST_M, MOST_M = 64, 128
+"""Rows of such a tile."""
+LEAST_N, MOST_N = 32, 256
+"""Columns of such a tile."""
+MOST_UNTILED = 64
+"""Rows and columns that an SM makes together of another product."""
+PRODUCT_UNITS = "m", "n", "k", "x", "w", "out"
+"""Of what the spec of a product by such tiles has units: numbers, then first elements."""
+NORM_UNITS = "dim", "start", "count", "x", "out", "weight", "bias"
+"""Of what the spec of a norm of whole rows has units, likewise."""
+LEAST_PADDED = 16
+"""Of what is multiplied."""
 CAPPED = "capped"
 MOST_ROW, ROWS_ELEMENTS = 8192, 4096
 """Elements of a row that an SM has at once, at most, and of several such rows."""
-UNITED = "dim", "start", "count", "x", "out", "weight", "bias"
-"""Of what a norm's spec has units."""
 IDLE = -1
 """The spec of a record that only waits and signals."""
 
@@ -82,14 +88,8 @@ class RecordSpec:
 
     operands: in the order of fields, None where there is none; extra: those of the ExtraOperands
     before. way: the name of what combines, normalises or scans, CAPPED of an attention with a soft
-    cap, "" for others. formula: of a Pointwise. widths: powers of two at least as large as the rows
-    that stay in registers as a whole; rows and columns of the tiles of a product; behind those of
-    heads, queries and keys of the tiles of an attention; rows of a norm that pass together, and how
-    long they are; of formulas and copies see boxes.py. others: bits of what an Attend takes.
-    steps: strides of what is made by tiles of tensor cores, whole rows or boxes, so that its loads
-    are compiled as wide as they may be; () for others. units: of a product so made, powers of two
-    that divide its m, n, k and the first elements of x, w and out; of an attention see heads.py, of
-    a norm UNITED, of formulas and copies boxes.py.
+    cap, "" for others. formula: of a Pointwise. others: bits of what an Attend takes. widths,
+    steps, units: see RecordShape.
     """
 
     opcode: str
@@ -177,7 +177,7 @@ def _way_of(instruction: Instruction) -> str:
 
 
 def _shape_of(instruction: Instruction, extra: Sequence[ExtraOperand]) -> RecordShape:
-    """By what an instruction goes: tiles, rows, boxes."""
+    """Whether an instruction goes by tiles, whole rows or boxes, and by which."""
     match instruction:
         case opcodes.Norm():
             return _whole_rows(instruction)
@@ -188,7 +188,8 @@ def _shape_of(instruction: Instruction, extra: Sequence[ExtraOperand]) -> Record
         case opcodes.Linear() if _by_tensor_cores(instruction):
             return _product_tiles(instruction)
         case opcodes.Linear(m=m, n=n) | opcodes.Contract(m=m, n=n):
-            return RecordShape(widths=(min(_padded(m), MOST_TILED), min(_padded(n), MOST_TILED)))
+            most = MOST_UNTILED
+            return RecordShape(widths=(min(_padded(m), most), min(_padded(n), most)))
         case opcodes.Attention() | opcodes.Attend():
             return head_tiles(instruction, extra, (_padded(instruction.d), _padded(instruction.e)))
         case _:
@@ -198,9 +199,9 @@ def _shape_of(instruction: Instruction, extra: Sequence[ExtraOperand]) -> Record
 def _product_tiles(one: Linear) -> RecordShape:
     firsts = (ref.first for ref in (one.x, one.w, one.out))
     return RecordShape(
-        widths=(_width(one.m, LEAST_TILED, MOST_M), _width(one.n, LEAST_N, MOST_N)),
+        widths=(_width(one.m, LEAST_M, MOST_M), _width(one.n, LEAST_N, MOST_N)),
         steps=(*one.x_strides, *one.w_strides, *one.out_strides),
-        units=tuple(map(_unit, (one.m, one.n, one.k, *firsts))),
+        units=tuple(map(unit_of, (one.m, one.n, one.k, *firsts))),
     )
 
 
@@ -228,23 +229,18 @@ def _whole_rows(one: opcodes.Norm) -> RecordShape:
 
 
 def _units_of_rows(one: opcodes.Norm) -> tuple[int, ...]:
-    """What divides each of UNITED."""
+    """Of NORM_UNITS."""
     strides = one.x_strides, one.out_strides, one.vector_strides[:1], one.vector_strides[1:]
     refs = one.x, one.out, one.weight, one.bias
     firsts = (
         1 if ref is None else unit_of_first(ref, steps)
         for ref, steps in zip(refs, strides, strict=True)
     )
-    return (_unit(one.dim), _unit(one.start), _unit(one.count), *firsts)
+    return (unit_of(one.dim), unit_of(one.start), unit_of(one.count), *firsts)
 
 
 def _width(extent: int, least: int, most: int) -> int:
     return min(max(least, _padded(extent)), most)
-
-
-def _unit(number: int) -> int:
-    """The largest power of two up to ALIGNED that divides a number."""
-    return math.gcd(number, ALIGNED)
 
 
 def _type_of(ref: Ref | None) -> OperandType | None:
@@ -252,7 +248,7 @@ def _type_of(ref: Ref | None) -> OperandType | None:
 
 
 def _padded(extent: int) -> int:
-    return max(16, 1 << (extent - 1).bit_length())
+    return max(LEAST_PADDED, padded(extent))
 
 
 def _without_body(

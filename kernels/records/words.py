@@ -20,7 +20,8 @@ from distmega.kernels.runtime.arena import ALIGNMENT_BYTES
 from distmega.program.dtypes import INTEGER_BITS
 
 WORDS: tl.constexpr = tl.constexpr(RECORD_WORDS)
-ALIGNED: tl.constexpr = tl.constexpr(ALIGNMENT_BYTES)
+BASE_BYTES: tl.constexpr = tl.constexpr(ALIGNMENT_BYTES)
+"""What the base of an operand counts."""
 
 TYPES = {
     "f64": tl.float64, "f32": tl.float32, "bf16": tl.bfloat16, "f16": tl.float16,
@@ -111,12 +112,6 @@ def by_strides(spec: RecordSpec):
     return bool(spec.steps)
 
 
-@triton.constexpr_function
-def step_of(spec: RecordSpec, nth):
-    """One of these strides."""
-    return spec.steps[nth]
-
-
 @triton.jit
 def number(record, spec: tl.constexpr, field: tl.constexpr, nth: tl.constexpr = 0):
     """A number of a record, or one of several in a field."""
@@ -144,7 +139,7 @@ def typed(arena, word, dtype: tl.constexpr, unit: tl.constexpr = 1):
     """The first element of an operand whose two words begin at `word`; unit: a power of two that
     divides its place, as the compiler is to know.
     """
-    base = tl.load(word).to(tl.int64) * ALIGNED
+    base = tl.load(word).to(tl.int64) * BASE_BYTES
     pointer = (arena + base).to(tl.pointer_type(dtype), bitcast=True)
     return pointer + tl.load(word + 1) // unit * unit
 
