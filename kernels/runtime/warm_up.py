@@ -29,6 +29,10 @@ def begin(device: torch.device, keep: Keep) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     if index in _begun:
         return
+    if find_spec("triton") is not None:
+        # as a whole: of threads that meet in the circle of its modules one finds half a module, and
+        # what fails then leaves Triton without others
+        import_module("triton")
     on_gpu = partial(_load_torch, torch.device("cuda", index))
     works = on_gpu, _load_driver, partial(_load_key, keep)
     _begun[index] = [

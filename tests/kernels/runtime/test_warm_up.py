@@ -1,5 +1,7 @@
 """What is done beside planning: once for a GPU, waited for, and never the cause of an error."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +51,25 @@ def test_the_key_is_what_triton_finds():
     files = [*warm_up._files_of(Path(triton.__file__).parent)]
     assert any("libtriton" in file for file in files)
     assert any("nvidia/compiler.py" in file for file in files)
+
+
+BEGIN_AND_IMPORT = """
+import torch
+from distmega.kernels.runtime import warm_up
+assert "triton" not in __import__("sys").modules
+torch.cuda.set_device = lambda index: None
+warm_up.begin(torch.device("cuda", 0), lambda key, make: make())
+import triton.language
+warm_up.finish()
+import triton.backends.compiler
+assert triton.backends.compiler.GPUTarget and triton.language.core and triton.runtime.cache
+"""
+
+
+def test_threads_and_others_may_import_triton_at_one_time():
+    command = [sys.executable, "-c", BEGIN_AND_IMPORT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_threads_begin_once_and_their_errors_stay_theirs(monkeypatch: pytest.MonkeyPatch):
