@@ -86,21 +86,22 @@ class TileReference:
                     remedy="run nothing where there is nothing",
                 )
         narrowed = {name: part for name, part in tile.items() if _can_narrow(op, name)}
+        in_use = self._in_use(op) | narrowed
         operands = [self.tensors[name] for name in op_operands(op)]
         if kind_of(op).inplace:
             operands[-1] = operands[-1].clone()
         if kind_of(op).counts_rows:
-            narrowed = {}
+            narrowed, in_use = {}, {}
             rows = op.reads[0].dims[0].axes[0]
             if rows in tile and len(operands) == 1:
                 operands.append(torch.tensor([len(tile[rows])], dtype=torch.int32, device="cpu"))
         for position, read in enumerate(op.reads):
             for dim, index in enumerate(read.dims):
-                cut = narrowed.get(index.axes[0]) if index.axes else None
+                cut = in_use.get(index.axes[0]) if index.axes else None
                 if cut is not None:
                     operands[position] = operands[position].narrow(dim, cut.start, len(cut))
         axes = (
-            replace(axis, extent=len(narrowed[axis.name])) if axis.name in narrowed else axis
+            replace(axis, extent=len(in_use[axis.name])) if axis.name in in_use else axis
             for axis in op.axes
         )
         results = compile_op(replace(op, axes=tuple(axes)), self.at)(operands)
@@ -129,6 +130,11 @@ class TileReference:
             whole = COMBINE[str(op.attr("combine"))](torch.stack(parts))
         positions = self._positions(op, op.writes[0], self._tile(op, task))
         self.tensors[op.writes[0].tensor][positions] = whole[positions]
+
+    def _in_use(self, op: Op) -> dict[str, range]:
+        """What symbols say of axes that are dims of all operands: of a softmax along one, say."""
+        axes = self.graph.axis_symbols[op.name].items()
+        return {name: range(self.symbols[symbol]) for name, symbol in axes if _is_dims(op, name)}
 
     def _tile(self, op: Op, task: TaskId) -> dict[str, range]:
         """The part of each axis that is cut, or of which a symbol says how much is in use."""
@@ -187,12 +193,19 @@ def _can_narrow(op: Op, axis: str) -> bool:
     """Whether a part of an axis is a part of one dim of every operand, read in one way, so that the
     op on these parts gives that part of its results; what is updated in place stays whole.
     """
-    if kind_of(op).inplace and any(axis in i.axes for a in op.writes for i in a.dims):
-        return False
     seen: dict[str, tuple[int, ...]] = {}
     for access in accesses(op):
         dims = tuple(dim for dim, index in enumerate(access.dims) if axis in index.axes)
-        plain = all(access.dims[dim] == Index(axes=(axis,)) for dim in dims)
-        if not plain or seen.setdefault(access.tensor, dims) != dims:
+        if seen.setdefault(access.tensor, dims) != dims:
             return False
-    return True
+    return _is_dims(op, axis)
+
+
+def _is_dims(op: Op, axis: str) -> bool:
+    """Whether an axis is a dim by itself wherever it is in one, and none that is updated in
+    place.
+    """
+    if kind_of(op).inplace and any(axis in i.axes for a in op.writes for i in a.dims):
+        return False
+    indices = [index for access in accesses(op) for index in access.dims]
+    return all(index == Index(axes=(axis,)) for index in indices if axis in index.axes)

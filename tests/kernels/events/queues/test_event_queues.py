@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from distmega.errors import CheckError, HangError, ProgramError
@@ -284,6 +285,40 @@ def test_a_symbol_ends_inside_of_tiles_and_sums(tiles: Tilings, dynamic: Dynamic
         tensors = given(program, [])
     with pytest.raises(ProgramError, match=r"the max along axis .* of which nothing is in use"):
         run_queues(queues, tensors, symbols={"B": 0})
+
+
+def test_a_symbol_ends_rows_that_are_normalised():
+    """Along the dim that the symbol ends: the statistics are of what is in use."""
+    p = ProgramBuilder("ends")
+    turned = p.transpose(p.input("x", (6, 4)), (1, 0), name="turned")
+    weight = p.weight("w", (6,))
+    parts = (
+        p.softmax(turned),
+        p.rms_norm(turned, weight, 1e-5),
+        p.layer_norm(turned, weight, None, 0),
+    )
+    outs = [*parts, p.cumsum(turned), p.linear(parts[0], turned, name="product")]
+    program = p.build(*outs)
+    tiles = {op.name: {"m0": 2} for op in program.ops} | {
+        "turned": {"i0": 3},
+        outs[0].name: {"d": 4},
+    }
+    graph = analyse_events(program, tiles, symbols={"B": ("x", 0)})
+    queues = make_queues(graph, 3)
+    check_queues(queues)
+    for batch in (1, 3, 6):
+        tensors = given(program, [])
+        x, w = tensors["x"][:batch].T, tensors["w"][:batch]
+        shares, scaled = x.softmax(-1), F.rms_norm(x, (batch,), w, 1e-5)
+        centred = F.layer_norm(x, (batch,), w, eps=0) if batch > 1 else None
+        tensors["x"][batch:] = float("nan")
+        launch = run_queues(queues, tensors, symbols={"B": batch}, seed=batch)
+        for out, wanted in zip(
+            outs, (shares, scaled, centred, x.cumsum(-1), shares @ x.T), strict=True
+        ):
+            if wanted is not None:
+                found = launch.tensors[out.name]
+                torch.testing.assert_close(found[:, : wanted.shape[1]], wanted)
 
 
 @pytest.mark.parametrize("symbols", [{}, {"B": ("x", 0)}])
