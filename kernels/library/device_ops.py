@@ -1,8 +1,10 @@
-"""Library ops of a host program on a GPU: the pipelined kernels for pointwise ops, norms and
-softmax, row_steps.py for several of them in turn, ugraphs/ for the graphs of rewrite rules,
-heads.py for rotations and caches, packed_attention.py for prompts, grouped_products.py and
-weighted_rows.py for experts, row_attention.py for one row of each, row_maxima.py for argmax, torch
-for the rest.
+"""Library ops of a host program on a GPU, each by the kernel that does it:
+
+- pointwise ops, norms and softmax: pipelined/, several of them in turn row_steps.py;
+- products of few rows: tiled_products.py; experts: grouped_products.py, weighted_rows.py;
+- attention: packed_attention.py of prompts, row_attention.py of one row of each sequence,
+  short_attention.py of short sequences without a cache; rotations and caches: heads.py;
+- argmax: row_maxima.py; graphs of rewrite rules: ugraphs/; all else: torch.
 
 Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluator is given. On
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
@@ -123,17 +125,10 @@ class KernelOps:
         """As compile, of an op that kernels of this package do; None for the others."""
         if op.kind == FUSED_GRAPH:
             return compile_graph(op, self.rules)
-        if self.groups != "torch" and self._multiplies_groups(op, NO_TENSORS):
-            multiply = partial(late.grouped_linear, schedule=self.groups)
-            return compile_grouped_linear(op, coordinate, multiply)
-        if op.kind == "scatter_add" and self._has_tiles:
-            return compile_scatter_add(
-                op, coordinate, lambda *given: late.add_weighted_rows(*given)
-            )
         if grouped_index(op) is not None:
-            if kind_of(op).is_elementwise and len(op.reads) <= MAX_INPUTS + 1:  # and the offsets
-                return compile_grouped_pointwise(op, coordinate, pointwise_results)
-            return None
+            return self._groups_by_kernel(op, coordinate)
+        if op.kind in ("attention", "attend"):
+            return self._attention_by_kernel(op, coordinate)
         if kind_of(op).is_elementwise and len(op.reads) <= MAX_INPUTS:
             return compile_pointwise(op, pointwise_results)
         if kind_of(op).is_norm:
@@ -156,18 +151,34 @@ class KernelOps:
             return compile_heads(op, lambda *given: late.move_heads(*given))
         if op.kind == "argmax" and self._has_tiles:
             return late.compile_argmax(op, coordinate, compile_op(op, coordinate))
-        if op.kind == "attend" and self._has_tiles and _is_short(op):
-            return late.compile_attend(op, result_order(op), compile_op(op, coordinate))
-        if op.kind == "attention" and self._attends_packed(op, NO_TENSORS):
-            scale, window = number(op, "scale"), int(number(op, "window"))
-            return lambda xs: (
-                late.attend_packed(
-                    xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], scale, window, self.is_long
-                ),
+        return None
+
+    def _groups_by_kernel(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction | None:
+        """As by_kernel, of an op over groups of rows."""
+        if self._multiplies_groups(op, NO_TENSORS):
+            multiply = partial(late.grouped_linear, schedule=self.groups)
+            return compile_grouped_linear(op, coordinate, multiply)
+        if op.kind == "scatter_add" and self._has_tiles:
+            return compile_scatter_add(
+                op, coordinate, lambda *given: late.add_weighted_rows(*given)
             )
-        if op.kind == "attention" and _is_a_row_each(op) and has_triton():
-            scale, window = number(op, "scale"), int(number(op, "window"))
-            return lambda xs: (late.attend_each(xs[0], xs[1], xs[2], xs[3], scale, window),)
+        if kind_of(op).is_elementwise and len(op.reads) <= MAX_INPUTS + 1:  # and the offsets
+            return compile_grouped_pointwise(op, coordinate, pointwise_results)
+        return None
+
+    def _attention_by_kernel(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction | None:
+        """As by_kernel, of an op of kind attention or attend."""
+        if op.kind == "attend":
+            if self._has_tiles and _is_short(op):
+                return late.compile_attend(op, result_order(op), compile_op(op, coordinate))
+            return None
+        scale, window = number(op, "scale"), int(number(op, "window"))
+        if self._attends_packed(op, NO_TENSORS):
+            return lambda xs: (
+                late.attend_packed(*xs[:6], scale=scale, window=window, is_long=self.is_long),
+            )
+        if _is_a_row_each(op) and has_triton():
+            return lambda xs: (late.attend_each(*xs[:4], scale=scale, window=window),)
         return None
 
 

@@ -280,7 +280,7 @@ def attend(record, arenas, spec: tl.constexpr):
 
 @triton.jit
 def attention_of_each(record, arenas, spec: tl.constexpr):
-    """A query at a time."""
+    """A query at a time, over caches whose rows follow each other."""
     q, out = operand(record, arenas, spec, "q"), operand(record, arenas, spec, "out")
     k, v = operand(record, arenas, spec, "k"), operand(record, arenas, spec, "v")
     positions = operand(record, arenas, spec, "positions")
@@ -326,7 +326,7 @@ def attention_of_each(record, arenas, spec: tl.constexpr):
 
 @triton.jit
 def attend_of_each(record, arenas, spec: tl.constexpr):
-    """Likewise."""
+    """A query at a time, over keys and values of any strides."""
     q, out = operand(record, arenas, spec, "q"), operand(record, arenas, spec, "out")
     k, v = extra_operand(record, arenas, spec, 0), extra_operand(record, arenas, spec, 1)
     group, num_d = number(record, spec, "g"), number(record, spec, "d")
