@@ -33,8 +33,6 @@ ALIGNED = 16
 """Elements by whose multiples heads and rows lie apart."""
 MOST_KEYS = 512
 MOST_DIM = max(KEYS)
-EARLY = True
-"""Whether launches may begin before what came before them ends."""
 HALVES = (torch.bfloat16, torch.float16)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -50,7 +48,7 @@ def load_rows(start, lines, num_lines, line_stride, columns, num_columns):
 @triton.jit
 def attend_rows(q, k, v, out, q_strides, k_strides, v_strides, out_strides, scale, heads, group, m,
                 t, d: tl.constexpr, e: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr,
-                d_padded: tl.constexpr, e_padded: tl.constexpr, early: tl.constexpr):  # fmt: skip
+                d_padded: tl.constexpr, e_padded: tl.constexpr):  # fmt: skip
     """Rows of one head, a program each: of tiles of `rows`, then heads, then batches. q, k, v, out:
     of local memory, all read but out, written; strides in elements, of batch, head and row each.
     scale: of scores. heads: of queries, `group` of which share one of keys. m, t: rows and keys.
@@ -65,9 +63,8 @@ def attend_rows(q, k, v, out, q_strides, k_strides, v_strides, out_strides, scal
     k += batch.to(tl.int64) * k_strides[0] + head // group * k_strides[1]
     v += batch.to(tl.int64) * v_strides[0] + head // group * v_strides[1]
     out += batch.to(tl.int64) * out_strides[0] + head * out_strides[1]
-    if early:
-        gdc_launch_dependents()
-        gdc_wait()
+    gdc_launch_dependents()
+    gdc_wait()
     queries = load_rows(q, line, m, q_strides[2], term, d)
     highest = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
@@ -128,6 +125,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, order: Sequence[int]) 
         attend_rows, (-(-m // ROWS) * heads * batches,),
         q, k, v, out, *(x.stride()[:3] for x in (q, k, v, whole)), scale, heads,
         heads // k.shape[1], m, t, d=d, e=e, rows=ROWS, keys=keys, d_padded=padded[0],
-        e_padded=padded[1], early=EARLY, num_warps=4, num_stages=2, launch_pdl=EARLY,
+        e_padded=padded[1], num_warps=4, num_stages=2, launch_pdl=True,
     )  # fmt: skip
     return out

@@ -39,7 +39,8 @@ def error_of(
 
 if __name__ == "__main__":
     with (
-        patch.object(short_attention, "EARLY", False),
+        patch.object(short_attention, "gdc_launch_dependents", lambda: None),
+        patch.object(short_attention, "gdc_wait", lambda: None),
         patch.object(short_attention, "KEYS", {64: 32}),
         patch.object(interpreter, "_patch_lang_tensor", patch_tensors),
     ):

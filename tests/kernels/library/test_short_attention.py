@@ -26,7 +26,7 @@ def test_scores_and_values_multiply_by_wgmma_and_nothing_spills(dim: int) -> Non
     types |= dict.fromkeys(strides, ("i32", "i32", "i32"))
     types |= {"scale": "fp32", **dict.fromkeys(("heads", "group", "m", "t"), "i32")}
     constants = {"d": dim, "e": dim, "rows": ROWS, "keys": KEYS[dim], "d_padded": dim}
-    constants |= {"e_padded": dim, "early": True}
+    constants |= {"e_padded": dim}
     code = compile_kernel(attend_rows, types, constants, 4, None, strides)
     assert code.stack_bytes == 0
     assert "wgmma.mma_async" in code.ptx
