@@ -16,7 +16,7 @@ from distmega.superopt.search.generate import Generator
 from distmega.superopt.search.laws import saturate
 from distmega.superopt.search.schedule import SearchLimits
 from distmega.superopt.search.search import Candidate, Search
-from distmega.superopt.search.terms import lower_program
+from distmega.superopt.search.terms import output_terms
 from tests.superopt import programs
 
 QUICK = SearchLimits(num_scheduled=60, num_kept=40)
@@ -31,7 +31,7 @@ def found(program: Program, limits: SearchLimits = QUICK) -> list[Candidate]:
 
 def generator(program: Program) -> Generator:
     graph = EGraph()
-    terms = lower_program(program, find_axes(program))
+    terms = output_terms(program, find_axes(program))
     roots = [graph.add_term(term) for term in terms.values()]
     saturate(graph)
     return Generator(graph, tuple(roots))

@@ -36,9 +36,9 @@ from distmega.superopt.search.schedule import KernelSchedule, Scheduler, SearchL
 from distmega.superopt.search.terms import (
     Term,
     input_of,
-    lower_program,
-    lower_tensors,
+    output_terms,
     split_axis,
+    tensor_terms,
     without_alternatives,
 )
 
@@ -98,8 +98,8 @@ class Search:
 
     def __post_init__(self) -> None:
         self._axes = find_axes(self.program)
-        self._terms = lower_program(self.program, self._axes)
-        self._values = lower_tensors(self.program, self._axes)
+        self._terms = output_terms(self.program, self._axes)
+        self._values = tensor_terms(self.program, self._axes)
         for name, term in self._terms.items():
             if term.op in ("input", "const"):
                 raise ProgramError(

@@ -90,13 +90,13 @@ def without_alternatives(term: Term) -> Term:
     return Term(term.op, tuple(map(without_alternatives, term.args)), term.data)
 
 
-def lower_program(program: Program, axes: Axes) -> dict[str, Term]:
+def output_terms(program: Program, axes: Axes) -> dict[str, Term]:
     """The term of each output."""
-    values = lower_tensors(program, axes)
+    values = tensor_terms(program, axes)
     return {name: values[name] for name in program.outputs}
 
 
-def lower_tensors(program: Program, axes: Axes) -> dict[str, Term]:
+def tensor_terms(program: Program, axes: Axes) -> dict[str, Term]:
     """The term of each tensor that an op writes."""
     values: dict[str, Term] = {}
     temps = {tensor.name for tensor in program.with_role("temp")}
