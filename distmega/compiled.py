@@ -636,7 +636,8 @@ def _require_choices(megakernel: object, rules: Sequence[object] | None) -> None
             expected='True, False or "auto"',
             remedy="leave it out for a kernel where one can do the program",
         )
-    if rules is not None and not all(isinstance(rule, RewriteRule) for rule in rules):
+    listed = rules is None or isinstance(rules, Sequence)
+    if not listed or not all(isinstance(rule, RewriteRule) for rule in rules or ()):
         raise ProgramError(
             f"rules {rules!r:.80}",
             expected="a sequence of RewriteRule",

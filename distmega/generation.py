@@ -32,6 +32,12 @@ def generate(
     Raises the errors of launch, and ModelError, PlanError or RequestError before any rank starts
     where the model is unknown, or can't be divided so.
     """
+    if not isinstance(request, GenerateRequest):
+        raise RequestError(
+            f"{request!r:.80} in place of a request",
+            expected="a GenerateRequest",
+            remedy='write GenerateRequest(model="...", prompts=("...",))',
+        )
     options = launcher or LauncherOptions()
     if choose_launcher(options.launcher) == "torchrun":
         raise RequestError(

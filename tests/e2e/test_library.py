@@ -190,6 +190,8 @@ def test_what_is_no_context_no_rules_and_no_limit_is_refused():
     plan = distmega.plan_program(mlp(), distmega.DeviceMesh(tp=1), distmega.CPU)
     with pytest.raises(ProgramError, match="NoneType in place of a RankContext; expected"):
         distmega.compile_plan(plan, None)
+    with pytest.raises(ProgramError, match="rules 3; expected a sequence of RewriteRule"):
+        distmega.compile_plan(plan, CPU_RANK, rules=3)
     with pytest.raises(ProgramError, match=r"rules \('x',\); expected a sequence of RewriteRule"):
         distmega.compile_plan(plan, CPU_RANK, rules=("x",))
     for limit in ("1", 0, -1, 1.5):
@@ -244,11 +246,18 @@ def test_generate_under_torchrun_names_what_to_call(monkeypatch):
         (lambda: request(prompts=None), "prompts None; expected texts in a tuple"),
         (lambda: request(model=None), "model None; expected a name or path as text"),
         (lambda: request(options=None), "options None; expected EngineOptions"),
+        (lambda: distmega.generate("hi"), "'hi' in place of a request; expected a GenerateReq"),
+        (lambda: opened("tiny-llama"), "'tiny-llama' in place of an open model; .*open_model ret"),
+        (lambda: opened(distmega.open_model("tiny-llama"), {}), "options {}; expected EngineOpt"),
     ],
 )
 def test_a_value_of_a_wrong_type_is_refused_at_once(make, message: str):
     with pytest.raises(RequestError, match=message):
         make()
+
+
+def opened(source: object, options: object = distmega.EngineOptions()) -> distmega.Engine:
+    return distmega.open_engine(CPU_RANK, source, 1, options)
 
 
 def request(**changes: object) -> distmega.GenerateRequest:

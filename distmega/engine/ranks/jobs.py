@@ -223,7 +223,12 @@ def open_engine(
     progress: Progress = no_progress,
     tell: Tell = tell_nobody,
 ) -> Engine:
-    """This rank's engine on a mesh of `pp` stages of `tp` ranks, which must be all there are."""
+    """This rank's engine on a mesh of `pp` stages of `tp` ranks, which must be all there are; they
+    call this together. logits, sampling, progress, tell: as of Engine.
+
+    RequestError for another number of ranks and for a source that isn't open; else as Engine.
+    """
+    _require_opened(source, options)
     if tp * pp != context.world_size:
         raise RequestError(
             f"{pp} stages of {tp} tensor-parallel ranks in a job of {context.world_size}",
@@ -244,6 +249,22 @@ def open_engine(
         progress=progress,
         tell=tell,
     )
+
+
+def _require_opened(source: object, options: object) -> None:
+    """RequestError for a model by name, and for options of another type."""
+    if not isinstance(source, ModelSource):
+        raise RequestError(
+            f"{source!r:.80} in place of an open model",
+            expected="a ModelSource",
+            remedy="give what open_model returns",
+        )
+    if not isinstance(options, EngineOptions):
+        raise RequestError(
+            f"{argument('options')} {options!r:.80}",
+            expected="EngineOptions",
+            remedy="write EngineOptions(max_context=...)",
+        )
 
 
 def report_doing(emit: Emit) -> Tell:
