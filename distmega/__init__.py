@@ -1,5 +1,5 @@
-"""distmega: a tensor program in, a plan over device and stream axes, one persistent megakernel per
-GPU out.
+"""distmega: a tensor program in; a plan over device and stream axes; one persistent megakernel a
+GPU out, or library ops and collectives in one CUDA graph.
 
 program/ states programs, models/ and sources/ make them of models, torch_import/ of torch modules;
 compiled.py runs any of them on a rank, engine/ language models; superopt/ finds faster equals of

@@ -22,6 +22,11 @@ def argument(name: str) -> str:
 class DistmegaError(Exception):
     """Base of all errors raised on purpose; `distmega` exits with code 2 on a ValueError, 1 on a
     RuntimeError.
+
+    Attributes:
+        found: The value or the event that is wrong.
+        expected: What would have been right.
+        remedy: What to do.
     """
 
     def __init__(self, found: str, *, expected: str, remedy: str) -> None:

@@ -322,13 +322,18 @@ class Engine:
             kernel.interpreter.reseed(seed or None)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """Logits of every position of a new sequence in slot 0, [len(ids), vocab]."""
+        """Logits of every position of a new sequence in slot 0, [len(ids), vocab], on this rank's
+        device. RequestError as of prefill.
+        """
         _, scores = self._run_prefill({0: (ids, None)}, "all")
         return torch.cat(scores) if len(scores) > 1 else scores[0]
 
     def prefill(self, ids: Sequence[int], slot: int = 0, sampling: Sampling | None = None) -> int:
         """Starts a new sequence in one of the batch's slots; the next token. sampling: of this
         sequence, instead of the engine's own; see generate_all.
+
+        RequestError, before anything runs, for a slot that the batch hasn't, no tokens, more than
+        the cache has positions, and ids outside of the vocabulary.
         """
         found, _ = self._run_prefill({slot: (ids, sampling)}, "none")
         return found[slot]
@@ -345,7 +350,9 @@ class Engine:
         return [found[slot] for slot in range(len(prompts))]
 
     def decode(self, token: int) -> int:
-        """Appends one token to the sequence in slot 0; the next one."""
+        """Appends one token to the sequence in slot 0; the next one. RequestError as decode_step;
+        HangError where a wait was given up, ModelError for logits that are not finite.
+        """
         found = int(self.decode_step([token])["next"][0])
         self._raise_hang()
         return found
@@ -386,8 +393,9 @@ class Engine:
     def decode_step(self, tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Appends a token to each of the first sequences.
 
-        Outputs: `next` [batch], and `logits` [batch, vocab] if asked for; rows of slots that got no
-        token mean nothing.
+        Outputs: `next` [batch], i64, and `logits` [batch, vocab] if asked for; rows of slots that
+        got no token mean nothing. RequestError, before it runs, for more tokens than sequences, a
+        slot in which none has started or whose cache is full, and ids outside of the vocabulary.
         """
         with self._calls.alone():
             return self._append(require_tokens(tokens, self.decode_plan.config.vocab))

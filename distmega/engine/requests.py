@@ -71,7 +71,7 @@ def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How a model is run.
+    """How a model is run. RequestError for a value that is out of range or of another type.
 
     Attributes:
         max_context: Positions of the KV cache; 0 is the model's limit, at most 2048.
@@ -130,7 +130,8 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Continue each of several prompts. options.batch is raised to their number.
+    """Continue each of several prompts. options.batch is raised to their number. RequestError for a
+    value that is out of range or of another type, and for no prompt.
 
     Attributes:
         model: A preset, a path, or an id of the Hugging Face Hub.

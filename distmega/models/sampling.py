@@ -75,7 +75,8 @@ GREEDY = Method()
 class Sampling:
     """How tokens are chosen, in the terms of Hugging Face transformers and in that order. Tokens as
     likely as the last that a limit keeps are kept too. Of several sequences decoded together,
-    number i samples with seed + i.
+    number i samples with seed + i. RequestError for a value out of range, and for limits or a seed
+    at temperature 0, where nothing is sampled.
 
     Attributes:
         temperature: 0 takes the most likely token; above, tokens are sampled by the softmax of

@@ -75,7 +75,8 @@ class Captured:
         memory_limit_bytes: int | None = None,
     ) -> Plan:
         """As plan_program; annotations by patterns of parameter or module names. By default for
-        one rank.
+        one rank, by the cost model of a CPU; `compile` takes that of an H200 for GPUs. PlanError
+        as plan_program, and for a pattern that names nothing.
         """
         return plan_program(
             self.program,
@@ -92,7 +93,11 @@ class Captured:
         annotations: Mapping[str, Layout] | None = None,
     ) -> "CapturedModule":
         """This rank's part of the module, which runs as the module does. context: the rank's place
-        in a job, by default alone on the CPU. All ranks call it together.
+        in a job, by default alone on the CPU. mesh: all ranks of the job, by default one. All ranks
+        call it together.
+
+        MeshError for a mesh of other ranks than the job's, PlanError as plan, CaptureError for
+        weights without values.
         """
         mesh = mesh or DeviceMesh(tp=1)
         comm = open_communicator(context, mesh) if context else SingleCommunicator(mesh)

@@ -27,8 +27,9 @@ FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, residual: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim; with a residual of x's shape, that of
-    x + residual, and the sum as second result. ProgramError if shapes do not fit.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim of x [..., d]; weight [d]. With a
+    residual of x's shape, that of x + residual, and the sum as second result. Results are of x's
+    shape and type. ProgramError if shapes do not fit, and for whole numbers.
     """
     y, total = normalise_rows("rms", x, residual, weight, None, eps)
     return y if residual is None else (y, total)
@@ -42,13 +43,17 @@ def layer_norm(
     residual: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim; residual as rms_norm."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim of x [..., d]; weight and
+    bias [d]; residual and ProgramError as rms_norm.
+    """
     y, total = normalise_rows("layer", x, residual, weight, bias, eps)
     return y if residual is None else (y, total)
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Softmax over the last dim."""
+    """exp(x) over its sum along the last dim of x [..., d], of x's type. ProgramError for a tensor
+    without rows, or of whole numbers.
+    """
     return normalise_rows("softmax", x, None, None, None, 0.0)[0]
 
 

@@ -164,8 +164,8 @@ def _event() -> torch.cuda.Event:
 
 @contextmanager
 def tuning(path: Path = CHOICES) -> Iterator[None]:
-    """Calls of kernels in the block measure what is not known yet; at its end the table is written,
-    and ranks of a process group, all of which must be in the block, take over rank 0's.
+    """Calls of kernels in the block measure what is not known yet; at its end the table is written
+    to `path`, and ranks of a process group, all of which must be in the block, take over rank 0's.
     """
     _table.measuring = True
     _table.version += 1

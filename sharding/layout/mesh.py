@@ -23,7 +23,8 @@ _AXIS = re.compile(rf"({_NAME})=(\d{{1,9}})$")
 
 @dataclass(frozen=True, slots=True, init=False)
 class DeviceMesh:
-    """Named mesh axes over ranks.
+    """Named mesh axes over ranks: DeviceMesh(dp=2, tp=4) has ranks 0 to 7. Every method raises
+    MeshError for an axis, rank or coordinate that the mesh hasn't.
 
     Attributes:
         axes: (name, size) of each, in order.
@@ -39,7 +40,9 @@ class DeviceMesh:
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[Nested], names: Sequence[str]) -> "DeviceMesh":
-        """A mesh over given ranks, one nesting level an axis: [[3, 4, 1], [0, 8, 2]], (dp, tp)."""
+        """A mesh over given ranks, one nesting level an axis: [[3, 4, 1], [0, 8, 2]], (dp, tp).
+        MeshError where the lists are no rectangle, or a rank comes twice.
+        """
         shape, flat = _flatten(ranks)
         if len(shape) != len(names):
             raise _bad(f"{len(names)} axis names {list(names)} for ranks {ranks}", f"{len(shape)}")

@@ -27,7 +27,8 @@ CHUNK_COUNTS = (2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """What a user asks of a matmul and the collective beside it.
+    """What a user asks of a matmul and the collective beside it. PlanError for other ways, and for
+    a number of chunks that does not go with the way.
 
     Attributes:
         way: How they run; "" for what the cost model expects to be fastest.
