@@ -3,6 +3,9 @@
 `lower_program` makes one of a localised plan, `run_passes` improves it, `print_host` and
 `parse_host` turn it to text and back, `check_host` proves those of all ranks together, `Evaluator`
 runs it with a communicator. See docs/walk.md.
+
+ir/ has the nodes and their rules, lower/, passes/ and check/ what makes, improves and proves
+programs, run/ what runs them; library/ computes ops by torch, comm/ joins ranks.
 """
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,5 @@
-"""Kernels: a segment of ops comes in, and one persistent kernel a rank goes out; and those of
-library ops.
+"""Kernels: a segment of ops comes in, and one persistent kernel a rank goes out. The kernels of
+library ops are here too.
 
 Persistent kernels: tasks/ cuts a segment into tasks or fused ops, isa/ encodes tasks as words, cpu/
 interprets these, records/ runs the same words on a GPU; hopper/ has the fast kernels of few rows,

@@ -1,6 +1,6 @@
 """The ops of one rank: the steps of a schedule with local extents, collectives in access maps.
 
-Comes in: a step and the shapes of local tensors. Goes out: an Op. streams.py looks at these ops to
+Comes in: a step and the shapes of local tensors. Goes out: an Op. streams/ looks at these ops to
 find what can run in chunks, localize.py makes a program of them. Where an op's index space starts
 elsewhere on each rank, attributes say so: global index = local index + coordinate along `base_axis`
 * `base_stride`, valid below `extent`. A rank's groups of rows start at its coordinate along

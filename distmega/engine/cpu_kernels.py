@@ -1,7 +1,7 @@
 """The megakernels of a decode step on a CPU, where the interpreter runs them.
 
 In: a decode plan and the arenas of this rank. Out: a runner for each segment of the host program.
-Next on the walk: ../kernels/megakernel.py.
+Next on the walk: kernels/megakernel.py.
 """
 
 from collections.abc import Sequence

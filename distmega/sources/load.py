@@ -1,7 +1,8 @@
 """open_model: a name or path in; configuration, weight readers and tokenizer out.
 
-Weights are read lazily, slice by slice, under the names and shapes of decoder.py (the table is in
-weights/tensors.py), so each rank reads its own part. Next on the walk: decoder.py.
+Weights are read lazily, slice by slice, under the names and shapes of models/decoder.py (the table
+is in models/weights/tensors.py), so each rank reads its own part. Next on the walk:
+models/decoder.py.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,7 +3,7 @@
 In: a Rule. Out: a function of the op's operands, as KernelOps compiles ops: on GPUs, and where
 Triton interprets kernels, the graph's own kernels, launched as the rule says or, where nobody
 measured that, as geometry.py chooses; elsewhere the graph's ops one by one. Used by
-../device_ops.py.
+../library/device_ops.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,7 +3,7 @@
 In: a segment, the arenas of weights and states on the GPU. Out: a KernelRunner for
 hostir/run/evaluator.py, one step a launch, and `run_steps`, several steps a launch. Weights and
 states are used where they lie, so library ops of the same program share them. Next on the walk:
-../runtime/relaunch.py.
+../../runtime/relaunch.py.
 """
 
 from collections.abc import Mapping, Sequence
