@@ -238,6 +238,7 @@ def verify_program(program: Program) -> Program:
                 raise _broken(program, found, "a producer above")
         defined.update(access.tensor for access in op.writes)
     _verify_views(program, tensors)
+    _verify_written_views(program)
     for name in program.outputs:
         if name not in defined:
             raise _broken(program, f"output {name!r} is never written", "outputs that an op writes")
@@ -257,6 +258,24 @@ def _verify_views(program: Program, tensors: dict[str, Tensor]) -> None:
                 )
                 raise _broken(program, what, "dims that follow each other", "copy it, view=False")
             known[op.writes[0].tensor] = found
+
+
+def _verify_written_views(program: Program) -> None:
+    """Inputs and weights are not written through their views either."""
+    shown: dict[str, str] = {}
+    constant = {tensor.name for tensor in program.tensors if tensor.role in ("input", "weight")}
+    for op in program.ops:
+        if op.is_view:
+            source = op.reads[0].tensor
+            if source in constant or source in shown:
+                shown[op.writes[0].tensor] = shown.get(source, source)
+            continue
+        for access in op.writes:
+            if access.tensor in shown:
+                source = shown[access.tensor]
+                found = f"op {op.name!r} writes {access.tensor!r}, a view of {source!r}"
+                remedy = "copy it first: view=False, or set without into"
+                raise _broken(program, found, "inputs and weights are only read", remedy)
 
 
 def _verify_view(program: Program, view: Op) -> None:

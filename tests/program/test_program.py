@@ -175,3 +175,15 @@ def test_an_op_answers_by_name():
         op.axis("q")
     with pytest.raises(KeyError):
         op.attr("q")
+
+
+@pytest.mark.parametrize("role", ["input", "weight"])
+def test_what_is_only_read_is_not_written_through_views(role: str):
+    p = ProgramBuilder("p")
+    x = getattr(p, role)("x", (4, 6))
+    turned = p.transpose(p.slice(x, 0, 1, 3, view=True), (1, 0), view=True, name="turned")
+    p.set(p.input("y", (6, 2)), into=turned, name="over")
+    with pytest.raises(
+        ProgramError, match="op 'over' writes 'turned', a view of 'x'; expected inp"
+    ):
+        p.build(turned)
