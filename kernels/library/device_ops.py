@@ -155,7 +155,7 @@ class KernelOps:
 
     def _groups_by_kernel(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction | None:
         """As by_kernel, of an op over groups of rows."""
-        if self._multiplies_groups(op, NO_TENSORS):
+        if self.groups != "torch" and self._multiplies_groups(op, NO_TENSORS):
             multiply = partial(late.grouped_linear, schedule=self.groups)
             return compile_grouped_linear(op, coordinate, multiply)
         if op.kind == "scatter_add" and self._has_tiles:
@@ -175,10 +175,12 @@ class KernelOps:
         scale, window = number(op, "scale"), int(number(op, "window"))
         if self._attends_packed(op, NO_TENSORS):
             return lambda xs: (
-                late.attend_packed(*xs[:6], scale=scale, window=window, is_long=self.is_long),
+                late.attend_packed(
+                    xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], scale, window, self.is_long
+                ),
             )
         if _is_a_row_each(op) and has_triton():
-            return lambda xs: (late.attend_each(*xs[:4], scale=scale, window=window),)
+            return lambda xs: (late.attend_each(xs[0], xs[1], xs[2], xs[3], scale, window),)
         return None
 
 
