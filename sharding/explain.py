@@ -188,7 +188,7 @@ def _ops(plan: PlanFacts, what_if: WhatIf) -> list[str]:
         )
         for axis, size in plan.mesh.axes:
             if size > 1:
-                lines += _op_axis(plan, what_if, step, axis, size)
+                lines += _op_axis(what_if, step, axis, size)
     return lines
 
 
@@ -198,7 +198,7 @@ def _opaque(plan: PlanFacts) -> list[str]:
     return [f"  {count} x {target}" for target, count in Counter(targets).most_common()]
 
 
-def _op_axis(plan: PlanFacts, what_if: WhatIf, step: PlacedOp, axis: str, size: int) -> list[str]:
+def _op_axis(what_if: WhatIf, step: PlacedOp, axis: str, size: int) -> list[str]:
     """One mesh axis of one op: the choice, then the alternatives, cheapest first."""
     now = dict(step.splits).get(axis)
     chosen = what_if.chosen(step)

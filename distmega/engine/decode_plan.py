@@ -184,9 +184,7 @@ def stage_mesh(mesh: DeviceMesh, index: int) -> DeviceMesh:
     return mesh.part(AXIS, index) if AXIS in mesh.names else mesh
 
 
-def expert_layouts(
-    config: AnyDecoder, program: Program, ranks: DeviceMesh, way: Experts
-) -> dict[str, Layout]:
+def expert_layouts(program: Program, ranks: DeviceMesh, way: Experts) -> dict[str, Layout]:
     """Annotations of what belongs to experts. Every rank has the routers, since each needs all
     scores; experts are divided by `way`. RequestError where so many ranks can't share them.
     """
@@ -348,7 +346,7 @@ def _plan_copies(
         ranks,
         machine,
         annotations=by_heads
-        | expert_layouts(config, stage.program, ranks, options.experts)
+        | expert_layouts(stage.program, ranks, options.experts)
         | _known_layouts(stage.program),
         memory_limit_bytes=memory_limit_bytes,
     )

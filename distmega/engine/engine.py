@@ -328,14 +328,13 @@ class Engine:
         _, scores = self._run_prefill({0: (ids, None)}, "all")
         return torch.cat(scores) if len(scores) > 1 else scores[0]
 
-    def prefill(self, ids: Sequence[int], slot: int = 0, sampling: Sampling | None = None) -> int:
-        """Starts a new sequence in one of the batch's slots; the next token. sampling: of this
-        sequence, instead of the engine's own; see generate_all.
+    def prefill(self, ids: Sequence[int], slot: int = 0) -> int:
+        """Starts a new sequence in one of the batch's slots; the next token.
 
         RequestError, before anything runs, for a slot that the batch hasn't, no tokens, more than
         the cache has positions, and ids outside of the vocabulary.
         """
-        found, _ = self._run_prefill({slot: (ids, sampling)}, "none")
+        found, _ = self._run_prefill({slot: (ids, None)}, "none")
         return found[slot]
 
     def prefill_all(self, prompts: Sequence[Sequence[int]]) -> list[int]:

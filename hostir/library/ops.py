@@ -296,7 +296,7 @@ def attends_in_order(op: Op) -> bool:
 
 
 def ordered_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int = 0
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int
 ) -> Tensor:
     """As attention, of q [m, h, g, d] over [h, t, d] and [h, t, e] at positions 0, 1, 2 ..."""
     num_rows, heads, group, dim = q.shape

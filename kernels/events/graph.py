@@ -202,7 +202,7 @@ class EventGraph:
         groups = [task_group(self, grid.op) for grid in self.grids]
         footprints = Footprints(self.tasks)
         found: dict[TaskId, dict[TaskId, None]] = {}
-        for _, earlier, later in conflicting_touches(self.tasks, groups, footprints):
+        for _, earlier, later in conflicting_touches(groups, footprints):
             meet = footprints.overlap(earlier.footprint, later.footprint)
             names = self.grids[earlier.group].op, self.grids[later.group].op
             for i, j in zip(*np.nonzero(meet), strict=True):

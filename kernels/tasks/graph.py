@@ -66,7 +66,7 @@ def build_task_graph(
     footprints = Footprints(segment)
     memo = EventMemo()
     consumers: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
-    for (earlier, later, remote), pairs in _conflicts(segment, groups, footprints).items():
+    for (earlier, later, remote), pairs in _conflicts(groups, footprints).items():
         pattern = _pattern(memo, footprints, tuple(sorted(pairs)), mode)
         if any(memo.needed[pattern]):
             consumers[earlier, remote].append((later, pattern))
@@ -89,12 +89,12 @@ def build_task_graph(
 
 
 def conflicting_touches(
-    segment: Program, groups: Sequence[TaskGroup], footprints: Footprints
+    groups: Sequence[TaskGroup], footprints: Footprints
 ) -> Iterator[tuple[str, Touch, Touch]]:
     """Tensor and pairs of accesses to it by different groups of which at least one writes, the
     earlier group's first.
     """
-    for tensor, found in _touches(segment, groups, footprints).items():
+    for tensor, found in _touches(groups, footprints).items():
         writes: list[Touch] = []
         before: list[Touch] = []
         for later in found:
@@ -106,9 +106,7 @@ def conflicting_touches(
                 writes.append(later)
 
 
-def _touches(
-    segment: Program, groups: Sequence[TaskGroup], footprints: Footprints
-) -> dict[str, list[Touch]]:
+def _touches(groups: Sequence[TaskGroup], footprints: Footprints) -> dict[str, list[Touch]]:
     """All accesses to the tensors that the segment writes, by the tensor that owns the storage, in
     program order. Tensors that are only read need no order.
     """
@@ -125,14 +123,14 @@ def _touches(
 
 
 def _conflicts(
-    segment: Program, groups: Sequence[TaskGroup], footprints: Footprints
+    groups: Sequence[TaskGroup], footprints: Footprints
 ) -> dict[tuple[int, int, bool], set[tuple[int, int]]]:
     """(Earlier group, later group, remote) -> pairs of footprints on one tensor, one of them a
     write. remote: the earlier one writes on every rank, so peers' instances count too; what an
     all_ranks group reads is its own rank's.
     """
     conflicts: dict[tuple[int, int, bool], set[tuple[int, int]]] = defaultdict(set)
-    for tensor, earlier, later in conflicting_touches(segment, groups, footprints):
+    for tensor, earlier, later in conflicting_touches(groups, footprints):
         remote = groups[later.group].all_ranks and later.write
         if remote and not groups[earlier.group].all_ranks:
             raise VerifyError(

@@ -58,9 +58,9 @@ def saved(name: str, root: Path) -> tuple[transformers.PreTrainedModel, ModelSou
     return model, open_model(root / name), logits
 
 
-def planned(config: ModelConfig, program: Program, num_ranks: int, way: Experts) -> LocalProgram:
+def planned(program: Program, num_ranks: int, way: Experts) -> LocalProgram:
     mesh = DeviceMesh(tp=num_ranks)
-    layouts = expert_layouts(config, program, mesh, way)
+    layouts = expert_layouts(program, mesh, way)
     return localize(plan_program(program, mesh, CPU, annotations=layouts))
 
 
@@ -85,7 +85,7 @@ def test_logits_equal_transformers(name: str, num_ranks: int, way: Experts, root
     found = []
     for start, stop in [(0, NUM_PREFILLED), *((n, n + 1) for n in range(NUM_PREFILLED, len(ids)))]:
         program = build_decoder(source.config, stop - start, CONTEXT, logits="all")
-        local = planned(source.config, program, num_ranks, way)
+        local = planned(program, num_ranks, way)
         host = run_passes(lower_program(local, megakernel=False, peer_memory=False))
         given = weights_of(source, program)
         given |= {t.name: torch.zeros(t.shape) for t in program.with_role("state")}
@@ -212,7 +212,7 @@ def test_too_many_ranks_for_the_experts():
     config = replace(PRESETS["tiny-qwen3-moe"], num_heads=16, num_kv_heads=16)
     program = build_decoder(config, 1, 8)
     with pytest.raises(RequestError, match="experts expert with 6 experts on 16 ranks"):
-        expert_layouts(config, program, DeviceMesh(tp=16), "expert")
+        expert_layouts(program, DeviceMesh(tp=16), "expert")
 
 
 def test_random_weights_of_a_config_alone(root: Path, tmp_path: Path):

@@ -177,9 +177,10 @@ class Algebra:
             return parts[0]
         return self.node(Monomial(factor, tuple(sorted(parts))))
 
-    def sum(self, *terms: tuple[Node, float], constant: float = 0.0) -> Node:
+    def sum(self, *terms: tuple[Node, float]) -> Node:
         """A sum of multiples, sums in it opened."""
         total: Counter[Node] = Counter()
+        constant = 0.0
         for node, factor in terms:
             form = self.forms[node]
             if isinstance(form, LinearSum):

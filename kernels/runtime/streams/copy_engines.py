@@ -22,8 +22,9 @@ from distmega.kernels.runtime.symmetric import SymmetricMemory, open_symmetric
 from distmega.sharding.layout.mesh import DeviceMesh
 
 NUM_SLOTS = 2
+"""Of a mailbox, which a rank has for each other member of a team."""
 SLOT_BYTES = 64 * 2**20
-"""Of a mailbox, unless the caller knows better; larger transfers go in pieces."""
+"""Larger transfers go in pieces."""
 
 LINE_BYTES = 128
 """Flags stand this far apart."""
@@ -45,20 +46,12 @@ class _Channel:
 
 
 class CopyCommunicator(NativeNccl):
-    """See NativeNccl; sends and receives of one host's GPUs go through mailboxes, by copy engine.
-
-    slot_bytes: of each mailbox slot; a rank holds two for each other member of a team.
+    """See NativeNccl; sends and receives of one host's GPUs go through mailboxes, by copy
+    engine.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        rank: int,
-        timeout_s: float = 300.0,
-        slot_bytes: int = SLOT_BYTES,
-    ) -> None:
+    def __init__(self, mesh: DeviceMesh, rank: int, timeout_s: float = 300.0) -> None:
         super().__init__(mesh, rank, timeout_s)
-        self._slot_bytes = slot_bytes
         self._arenas: list[SymmetricMemory] = []
         self._out: dict[tuple[str, int], _Channel] = {}
         self._in: dict[tuple[str, int], _Channel] = {}
@@ -70,16 +63,14 @@ class CopyCommunicator(NativeNccl):
     def _open(self, axis: str) -> None:
         """Mailboxes of a team: in each rank's memory two slots a member, then the flags."""
         size, here = self.mesh.size(axis), self.mesh.coordinate(self.rank)[axis]
-        flags = size * NUM_SLOTS * self._slot_bytes
+        flags = size * NUM_SLOTS * SLOT_BYTES
         arena = open_symmetric(self, axis, flags + 2 * size * NUM_SLOTS * LINE_BYTES)
         self._arenas.append(arena)
 
         def slots(owner: int, sender: int) -> tuple[Tensor, ...]:
             first = sender * NUM_SLOTS
-            offsets = ((first + n) * self._slot_bytes for n in range(NUM_SLOTS))
-            return tuple(
-                arena.tensor(owner, (self._slot_bytes,), torch.uint8, at) for at in offsets
-            )
+            offsets = ((first + n) * SLOT_BYTES for n in range(NUM_SLOTS))
+            return tuple(arena.tensor(owner, (SLOT_BYTES,), torch.uint8, at) for at in offsets)
 
         def lines(owner: int, peer: int, kind: int) -> tuple[int, ...]:
             """Flags in the owner's memory about its traffic with a peer: full 0, free 1."""
@@ -148,9 +139,9 @@ class CopyCommunicator(NativeNccl):
 
     def _turns(self, channel: _Channel, num_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Pieces of a transfer: first byte, length, slot."""
-        for start in range(0, num_bytes, self._slot_bytes):
+        for start in range(0, num_bytes, SLOT_BYTES):
             slot, channel.turn = channel.turn % NUM_SLOTS, channel.turn + 1
-            yield start, min(self._slot_bytes, num_bytes - start), slot
+            yield start, min(SLOT_BYTES, num_bytes - start), slot
 
     def _beside(self, channel: _Channel) -> torch.cuda.StreamContext:
         channel.stream.wait_stream(torch.cuda.current_stream())

@@ -100,7 +100,7 @@ def assert_equal_on_ranks(
     states: list[dict[str, Tensor]] = []
     for start, stop in ((0, NUM_PREFILLED), (NUM_PREFILLED, NUM_PREFILLED + 1)):
         program = build_decoder(source.config, stop - start, CONTEXT, logits="all")
-        local = planned(source.config, program, num_ranks, way)
+        local = planned(program, num_ranks, way)
         part = up_to_logits(local.program)
         graph = analyse_events(part, choose_tilings(part, 2, rows=4), num_ranks=num_ranks)
         queues = make_queues(graph, 2)

@@ -84,7 +84,7 @@ def require_decodes(family: str, tp: int, seed: int) -> None:
         PRESETS[family], hidden=64, head_dim=32, expert_ffn=64 * tp, vocab=200, max_positions=64
     )
     program = build_decoder(config, 1, 32, dtype="bf16")
-    marks = expert_layouts(config, program, DeviceMesh(tp=tp), "tensor")
+    marks = expert_layouts(program, DeviceMesh(tp=tp), "tensor")
     case = case_of(program, tp, 5, {**marks, "rope_table": replicate()})
     values = random_values(program)
     inputs = [{"tokens": torch.tensor([11 * i]), "positions": torch.tensor([i])} for i in range(3)]
