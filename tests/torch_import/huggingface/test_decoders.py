@@ -1,6 +1,7 @@
 """Decoders of transformers, captured: logits of every position against the model itself."""
 
 import random
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from distmega.torch_import.huggingface.attention import (
 )
 from distmega.torch_import.huggingface.decoders import HfDecoder, make_model, open_decoder
 from tests.hostir.threads import ThreadCommunicator, Wires
+from tests.repo.source import ROOT
 from tests.torch_import.families import FAMILIES, VOCAB
 from tests.torch_import.more_families import MORE_FAMILIES
 from tests.torch_import.recurrent_families import RECURRENT
@@ -153,6 +155,12 @@ matrix; a mask of its own; products and softmax; rotations with biases. The long
 def test_a_family_gives_the_logits_of_transformers(name: str):
     decoder = check_one_sequence(family_config(name))
     assert not decoder.opaque
+
+
+def test_the_page_of_models_names_every_family_that_is_compared():
+    named = {*re.findall(r"[\w-]+", (ROOT / "docs/models.md").read_text())}
+    families = {*FAMILIES, *MORE_FAMILIES, *RECURRENT}
+    assert {re.sub(r"^falcon-.*", "falcon", name) for name in families} <= named
 
 
 @pytest.mark.nightly
