@@ -56,36 +56,8 @@ class RecordRunner:
         self._tables = Tables(*(_on(device, torch.from_numpy(one)) for one in found))
         activations = allocate_arena(kernel.layout.activations, 1, str(device))
         self._memory = ArenaMemory(weights_arena, state_arena, activations)
-        self._epoch = torch.ones(1, dtype=torch.int32, device=device)
         shared = team if kernel.team_axes else None
-        lanes, lane = (shared.size, shared.team_rank) if shared else (1, 0)
-        counter_bytes = _round_up(COUNTER_BYTES * max(encoded.num_events, 1) * lanes)
-        num_bytes = counter_bytes + PEER_BUFFERS * _round_up(kernel.layout.peers.num_bytes)
-        self._shared = shared.open(num_bytes) if shared else None
-        own = (
-            self._shared.local
-            if self._shared
-            else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        )
-        firsts = self._shared.pointers if self._shared else (own.data_ptr(),)
-        self._events = Events(
-            self._epoch,
-            own[:counter_bytes].view(torch.int32),
-            torch.tensor(firsts, device=device),
-            lanes,
-            lane,
-        )
-        a_copy = _round_up(kernel.layout.peers.num_bytes)
-        arenas = [
-            first + counter_bytes + copy * a_copy
-            for copy in range(PEER_BUFFERS)
-            for first in firsts
-        ]
-        coordinate = (*kernel.mesh.coordinate(rank).values(), 0)
-        self._member = Member(
-            torch.tensor(coordinate, dtype=torch.int32, device=device),
-            torch.tensor(arenas, device=device),
-        )
+        self._events, self._member = self._open_peer_memory(shared, device)
         limit_s = timeout_s if shared else min(timeout_s, LOCAL_LIMIT_S)
         self._report = torch.zeros(REPORT_WORDS, dtype=torch.int64, device=device)
         self._alarm = Alarm(self._report, limit_s)
@@ -94,6 +66,39 @@ class RecordRunner:
         views = {t.name: operand_view(memory, operands[t.name]) for t in args}
         self._inputs = {t.name: views[t.name] for t in args if t.role == "input"}
         self._outputs = {t.name: views[t.name] for t in args if t.role == "temp"}
+
+    def _open_peer_memory(self, team: Team | None, device: torch.device) -> tuple[Events, Member]:
+        """Memory that peers write, of this rank alone without a team: counters of events, then the
+        copies of the receive buffers.
+        """
+        kernel = self.kernel
+        lanes, lane = (team.size, team.team_rank) if team else (1, 0)
+        counter_bytes = _round_up(COUNTER_BYTES * max(kernel.encoded.num_events, 1) * lanes)
+        copy_bytes = _round_up(kernel.layout.peers.num_bytes)
+        num_bytes = counter_bytes + PEER_BUFFERS * copy_bytes
+        self._shared = team.open(num_bytes) if team else None
+        if self._shared:
+            own, firsts = self._shared.local, self._shared.pointers
+        else:
+            own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            firsts = (own.data_ptr(),)
+        events = Events(
+            epoch=torch.ones(1, dtype=torch.int32, device=device),
+            counters=own[:counter_bytes].view(torch.int32),
+            others=torch.tensor(firsts, device=device),
+            lanes=lanes,
+            lane=lane,
+        )
+        arenas = [
+            first + counter_bytes + copy * copy_bytes
+            for copy in range(PEER_BUFFERS)
+            for first in firsts
+        ]
+        coordinates = (*kernel.mesh.coordinate(self._rank).values(), 0)
+        return events, Member(
+            coordinates=torch.tensor(coordinates, dtype=torch.int32, device=device),
+            arenas=torch.tensor(arenas, device=device),
+        )
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """Runs the kernel once. `tensors`: segment_args of the segment by name; outputs are
@@ -128,7 +133,7 @@ class RecordRunner:
             maxnreg=255,
             launch_cooperative_grid=True,
         )
-        self._epoch.add_(1)
+        self._events.epoch.add_(1)
         for name, view in self._outputs.items():
             tensors[name].copy_(view)
 
