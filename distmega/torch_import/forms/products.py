@@ -113,6 +113,26 @@ class _Part:
     counts: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Parts of a product that one product makes: they have columns in common, or an op of `joins`
+    beyond (see _joins).
+    """
+
+    columns: frozenset[int]
+    parts: tuple[_Part, ...]
+    joins: frozenset[str]
+
+    def meets(self, other: "_Group") -> bool:
+        """Whether one product must make both."""
+        return bool(self.columns & other.columns or self.joins & other.joins)
+
+    def __or__(self, other: "_Group") -> "_Group":
+        return _Group(
+            self.columns | other.columns, self.parts + other.parts, self.joins | other.joins
+        )
+
+
 def split_products(draft: Draft) -> None:
     """Products whose columns go different ways become several, each with its rows of the weight."""
     shown, users = shown_by_views(draft), draft.users()
@@ -147,38 +167,46 @@ def _split(
         return
     if rows != [index.axes for index in op.writes[0].dims[:-1]]:
         return
-    parts = [_part(draft, shown[view.writes[0].tensor], view, whole) for view in ends]
-    groups: list[tuple[set[int], list[_Part], frozenset[str]]] = []
-    for part in parts:
+    parts: list[_Part] = []
+    for view in ends:
+        part = _part(draft, shown[view.writes[0].tensor], view, whole)
         if part is None:
             return
-        columns, members = set(part.columns), [part]
-        joined = joins.get(part.view.writes[0].tensor, frozenset())
-        for group in [each for each in groups if each[0] & columns or each[2] & joined]:
-            groups.remove(group)
-            columns, members = columns | group[0], members + group[1]
-            joined |= group[2]
-        groups.append((columns, members, joined))
+        parts.append(part)
+    groups = _together(parts, joins)
     if len(groups) < 2:
         return
     emitter = Emitter(draft)
     names = " ".join(f"m{n}" for n in range(len(rows)))
     spec = f"{names} k, n k" + (", n" if len(op.reads) == 3 else "") + f" -> {names} n"
     views: dict[str, list[Op]] = {}
-    for found, members, _ in sorted(groups, key=lambda group: min(group[0])):
-        chosen = tuple(sorted(found))
-        weight = draft.weight(draft.source(w.name).take(chosen))
+    for group in groups:
+        columns = tuple(sorted(group.columns))
+        weight = draft.weight(draft.source(w.name).take(columns))
         bias = None
         if len(op.reads) == 3:
-            bias = draft.weight(draft.source(op.reads[2].tensor).take(chosen))
+            bias = draft.weight(draft.source(op.reads[2].tensor).take(columns))
         made = emitter.add(linear(emitter.name(op.name), x, weight, bias, spec))
-        for part in members:
-            seen = _seen(draft, part, shown[part.view.writes[0].tensor], chosen, made, whole)
+        for part in group.parts:
+            seen = _seen(draft, part, shown[part.view.writes[0].tensor], columns, made, whole)
             if seen is None:
                 return
             views[part.view.name] = seen
     changes.update(views)
     changes[op.name] = emitter.ops
+
+
+def _together(parts: Sequence[_Part], joins: dict[str, frozenset[str]]) -> list[_Group]:
+    """Groups of parts, by their first columns."""
+    groups: list[_Group] = []
+    for part in parts:
+        joined = joins.get(part.view.writes[0].tensor, frozenset())
+        now = _Group(frozenset(part.columns), (part,), joined)
+        for group in [each for each in groups if each.meets(now)]:
+            groups.remove(group)
+            now |= group
+        groups.append(now)
+    return sorted(groups, key=lambda group: min(group.columns))
 
 
 def _joins(draft: Draft) -> dict[str, frozenset[str]]:
