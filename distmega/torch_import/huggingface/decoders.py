@@ -206,15 +206,8 @@ class HfDecoder:
             )
         num_rows = num_tokens if prompt else num_tokens * batch
         step = _DecodeStep(self, num_rows, max_context, batch, dtype, prompt, logits)
-        inputs: dict[str, Tensor] = {
-            name: torch.zeros(num_rows, dtype=torch.long) for name in ("tokens", "positions")
-        }
-        if prompt:
-            inputs["sequences"] = torch.zeros(num_rows, dtype=torch.long)
-            inputs["starts"] = torch.zeros(batch + 1, dtype=torch.long)
-            inputs["last"] = torch.zeros(batch, dtype=torch.long)
         layers = [] if self.states else _layers(step, self.num_layers)
-        exported = export_module(step, (), inputs, layers)
+        exported = export_module(step, (), _inputs(num_rows, batch, prompt=prompt), layers)
         name = f"decoder_{num_tokens}" + (f"x{batch}" if batch > 1 else "")
 
         def choose(
@@ -250,6 +243,14 @@ class HfDecoder:
             for name, target in graph.targets.items()
             if target.startswith(prefix)
         }
+
+
+def _inputs(num_rows: int, batch: int, *, prompt: bool) -> dict[str, Tensor]:
+    """Those of a step, and of packed prompts."""
+    sizes = {"tokens": num_rows, "positions": num_rows}
+    if prompt:
+        sizes |= {"sequences": num_rows, "starts": batch + 1, "last": batch}
+    return {name: torch.zeros(size, dtype=torch.long) for name, size in sizes.items()}
 
 
 def open_decoder(config: PretrainedConfig, *, eos_ids: tuple[int, ...] = ()) -> HfDecoder:
