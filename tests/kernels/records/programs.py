@@ -55,13 +55,14 @@ def readme_mlp(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
 
 def tiled(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
     """Products by tiles of tensor cores, whose edges are cut: also of an operand that lies by
-    columns, and into one.
+    columns, and into one, and of so long a sum that 4 rows at an edge are a tile.
     """
     x, w = p.input("x", (140, 100), dtype), p.weight("w", (200, 100), dtype)
     h = p.linear(x, w, p.weight("b", (200,), dtype))
     turned = p.transpose(h, (1, 0), view=True)
     down = p.linear(turned, p.weight("down", (72, 140), dtype))
-    return [h, p.transpose(down, (1, 0))]
+    y, long = p.input("y", (68, 1056), dtype), p.weight("long", (96, 1056), dtype)
+    return [h, p.transpose(down, (1, 0)), p.linear(y, long)]
 
 
 def odd_gate(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:

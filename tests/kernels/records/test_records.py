@@ -106,6 +106,14 @@ def test_equal_instructions_share_a_branch(monkeypatch):
     assert set(numbers.ravel().tolist()) == {-1, 0, 1, 2, 3}
 
 
+def test_edges_of_long_sums_are_tiles_of_tensor_cores(monkeypatch):
+    plan = on_gpu(program_of("tiled", "bf16"), monkeypatch, forced=True)
+    assert plan.kernel is not None
+    specs, _ = find_specs(plan.kernel.encoded)
+    long = [s for s in specs.each if s.opcode == "Linear" and s.steps[:1] == (1056,)]
+    assert sorted((s.widths, s.units[0]) for s in long) == [((64, 32), 4), ((64, 32), 8)]
+
+
 def test_what_has_no_body_is_refused_as_before(monkeypatch):
     p = ProgramBuilder("cut")
     x = p.input("x", (3, 40))
