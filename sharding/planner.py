@@ -245,6 +245,7 @@ class _Planner:
         }
         wanted = {op.name: self.wanted(op, axis, closed[op.name]) for op in self.program.ops}
         prices = {name: round(1000 * factor * price) for name, price in self.prices.items()}
+        careful = False
         while True:
             situation = Situation(
                 pins=fixed, taken=taken, closed=closed, wanted=wanted, prices_ns=prices
@@ -257,9 +258,15 @@ class _Planner:
                 situation=situation,
             )
             try:
-                return AxisSearch(problem, self.table).run()
+                return AxisSearch(problem, self.table, careful=careful).run()
             except NoOptionError as error:
-                wanted = self.relaxed(error, axis, wanted)
+                others = self.around(error.op)
+                if any(wanted[name] for name in others):
+                    wanted = {n: () if n in others else axes for n, axes in wanted.items()}
+                elif not careful:
+                    careful = True
+                else:
+                    raise self.unfit(error, axis) from error
 
     def wanted(self, op: Op, axis: str, closed: Sequence[str]) -> tuple[str, ...]:
         """Iteration axes that an op should be divided by: as annotated around it, or demanded."""
@@ -272,22 +279,17 @@ class _Planner:
                 return tuple(left)
         return ()
 
-    def relaxed(
-        self, error: NoOptionError, axis: str, wanted: Mapping[str, tuple[str, ...]]
-    ) -> dict[str, tuple[str, ...]]:
-        """Leaves free the producers of an op's operands and the other users of its weights and
-        states, since with what they gave or how they held these it fits nowhere.
-
-        PlanError if they are free already.
+    def around(self, op: Op) -> set[str]:
+        """The producers of an op's operands and the other users of its weights and states: what
+        they give or how they hold these may fit the op nowhere.
         """
-        op = error.op
         reads = {access.tensor for access in op.reads}
         held = {
             access.tensor
             for access in accesses(op)
             if self.tensors[access.tensor].role != "temp" and access.tensor not in self.given
         }
-        others = {
+        return {
             other.name
             for other in self.program.ops
             if other is not op
@@ -296,16 +298,18 @@ class _Planner:
                 or held.intersection(access.tensor for access in other.reads)
             )
         }
-        if not any(wanted[name] for name in others):
-            reasons = "; ".join(f"{name}: {why}" for name, why in error.options.rejected)
-            touched = [access.tensor for access in accesses(op)]
-            raise PlanError(
-                f"op {op.name!r} fits mesh axis {axis!r} of {self.mesh.size(axis)} in no way"
-                f" ({reasons or 'every axis contradicts the layouts around it'})",
-                expected="annotations that the op can read and write",
-                remedy=f"leave out the annotation of one of {touched}",
-            ) from error
-        return {name: () if name in others else axes for name, axes in wanted.items()}
+
+    def unfit(self, error: NoOptionError, axis: str) -> PlanError:
+        """The error of an op that annotations leave no way."""
+        op = error.op
+        reasons = "; ".join(f"{name}: {why}" for name, why in error.options.rejected)
+        touched = [access.tensor for access in accesses(op)]
+        return PlanError(
+            f"op {op.name!r} fits mesh axis {axis!r} of {self.mesh.size(axis)} in no way"
+            f" ({reasons or 'every axis contradicts the layouts around it'})",
+            expected="annotations that the op can read and write",
+            remedy=f"leave out the annotation of one of {touched}",
+        )
 
 
 def _shared_parallel_axes(op: Op, operands: Iterable[Access]) -> list[str]:

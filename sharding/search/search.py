@@ -70,10 +70,14 @@ class Problem:
 
 
 class AxisSearch:
-    """Dynamic programming over the ops of a Problem."""
+    """Dynamic programming over the ops of a Problem.
 
-    def __init__(self, problem: Problem, options: OptionTable) -> None:
-        self.problem, self.options = problem, options
+    careful: whether the state with the fewest tensors divided is kept whatever it costs. The
+    cheapest states alone may all end at an op that needs a tensor whole.
+    """
+
+    def __init__(self, problem: Problem, options: OptionTable, *, careful: bool = False) -> None:
+        self.problem, self.options, self.careful = problem, options, careful
         self.tensors: Mapping[str, Tensor] = options.tensors
         self.numbers: dict[Placement, int] = {REPLICATE: _WHOLE}
         self.placements: list[Placement] = [REPLICATE]
@@ -155,7 +159,10 @@ class AxisSearch:
                 break
         if not reached:
             raise NoOptionError(op, found)
-        ordered = sorted(reached.items(), key=lambda item: item[1][0])[:MAX_STATES]
+        everything = sorted(reached.items(), key=lambda item: item[1][0])
+        ordered = everything[:MAX_STATES]
+        if self.careful and len(everything) > MAX_STATES:
+            ordered.append(min(everything, key=lambda item: _num_divided(item[0])))
         best = ordered[0][1][0]
         return Advance(
             frontier=self.number_frontier(tuple((s, how[0] - best) for s, how in ordered)),
@@ -323,3 +330,8 @@ class AxisSearch:
             total += cost[1]
             here = after
         return round(1000 * total)
+
+
+def _num_divided(state: State) -> int:
+    """Tensors that are whole nowhere."""
+    return sum(4 * _WHOLE not in held for held in state)

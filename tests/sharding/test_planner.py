@@ -371,3 +371,17 @@ def test_gathers_of_rows_are_early_where_that_is_cheaper(ranks: int, monkeypatch
             stays = plan_program(program, DeviceMesh(tp=ranks), H200)
         assert plan.time_us <= (1 + planner.SLACK) * stays.time_us
     assert 0 < moved < 40
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_program_without_annotations_has_a_plan(ranks: int):
+    """The last op needs a state whole, and the cheapest ways before it all divide that."""
+    p = ProgramBuilder("overwritten")
+    first, x = p.state("first", (8, 8)), p.input("x", (8, 8))
+    read = [p.state(f"s{n}", (8, 8)).map("tanh(a0) + 0.25") for n in range(4)]
+    into, read_first = x.map("exp(a0)"), first.map("tanh(a0)")
+    p.set(first, into)
+    program = p.build(read_first, into, *(each.map("a0 * 2") for each in read))
+    check_plan(
+        plan_program(program, DeviceMesh(tp=ranks), CPU), random_arrays(program, 0), exact=False
+    )
