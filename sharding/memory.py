@@ -21,7 +21,7 @@ from distmega.sharding.resolve.collectives import RANK_AXIS
 from distmega.sharding.resolve.padding import additive_reads
 from distmega.sharding.resolve.resolve import PlacedOp, RankSchedule, Reshard
 from distmega.sharding.streams.host_loops import HostLoop
-from distmega.sharding.streams.streams import is_sum
+from distmega.sharding.streams.streams import StreamSplit, is_sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,22 +315,26 @@ def _uses(
             reads = (reads | waiting.pop(pair.first)) - {pair.between}
             yield None, _StorageUse(reads=reads, writes=writes, alone=True)
             continue
+        loop, split = loops.get(name, (None, None))
         if isinstance(step, Reshard):
-            loop, split = loops.get(step.name, (None, None))
-            rings = split is not None and split.axis == RANK_AXIS
-            kind = step.move.kind
-            use = _StorageUse(
-                reads=reads,
-                writes=writes,
-                travels=step.move.axis if communicates(kind) else "",
-                gathers=rings and kind == "all_gather",
-                scatters=rings and kind == "reduce_scatter",
-            )
-        else:
-            loop, split = loops.get(step.op.name, (None, None))
-            adds = split is not None and is_sum(step.op, split)
-            first = frozenset(
-                views.get(step.reads[n], step.reads[n]) for n in additive_reads(step.op) if adds
-            )
-            use = _StorageUse(reads=reads, writes=writes, adds=adds, first=first)
-        yield loop, use
+            yield loop, _movement_use(step, split, reads, writes)
+            continue
+        adds = split is not None and is_sum(step.op, split)
+        first = frozenset(
+            views.get(step.reads[n], step.reads[n]) for n in additive_reads(step.op) if adds
+        )
+        yield loop, _StorageUse(reads=reads, writes=writes, adds=adds, first=first)
+
+
+def _movement_use(
+    step: Reshard, split: StreamSplit | None, reads: frozenset[str], writes: frozenset[str]
+) -> _StorageUse:
+    """What a movement of data does with storage; split: how a loop cuts it, if one does."""
+    rings, kind = split is not None and split.axis == RANK_AXIS, step.move.kind
+    return _StorageUse(
+        reads=reads,
+        writes=writes,
+        travels=step.move.axis if communicates(kind) else "",
+        gathers=rings and kind == "all_gather",
+        scatters=rings and kind == "reduce_scatter",
+    )

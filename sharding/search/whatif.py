@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from distmega.errors import PlanError
 from distmega.program.dtypes import item_bytes
-from distmega.program.types import accesses
+from distmega.program.types import Op, accesses
 from distmega.sharding.layout.placements import PAIR, Layout, Placement, local_shape
 from distmega.sharding.plan import PlanFacts
 from distmega.sharding.resolve.reshard import find_movements
@@ -60,17 +60,9 @@ class WhatIf:
     def bill(self, step: PlacedOp, splits: Splits) -> Bill | str:
         """Costs of an op under other divisions, or why its operands can't be brought there."""
         extents = {option.axis: option.chunk for _, option in splits}
-        reads, writes = operand_layouts(step.op, splits)
         movements_us = residency_us = 0.0
         movements: list[str] = []
-        ways: list[tuple[str, Layout, Layout]] = []
-        for access, layout in zip(step.op.reads, reads, strict=True):
-            if access.tensor not in {name for name, _, _ in ways}:
-                ways.append((access.tensor, self.plan.layouts[access.tensor], layout))
-        pair = any(placement == PAIR for _, placement in writes[0].placements)
-        for access, layout in zip(step.op.writes[: 1 if pair else None], writes, strict=False):
-            ways.append((access.tensor, layout, self.plan.layouts[access.tensor]))
-        for name, source, target in ways:
+        for name, source, target in self._relaid(step.op, splits):
             tensor = self.tensors[name]
             if tensor.role in ("weight", "state"):
                 kept = target if name in {a.tensor for a in step.op.reads} else source
@@ -99,6 +91,20 @@ class WhatIf:
             residency_us=residency_us,
             movements=tuple(movements),
         )
+
+    def _relaid(self, op: Op, splits: Splits) -> list[tuple[str, Layout, Layout]]:
+        """Tensors of an op, each with the layout that it comes from and the one it goes to: from
+        the plan's to what these divisions read, and from what they write to the plan's.
+        """
+        reads, writes = operand_layouts(op, splits)
+        found: dict[str, tuple[str, Layout, Layout]] = {}
+        for access, layout in zip(op.reads, reads, strict=True):
+            way = access.tensor, self.plan.layouts[access.tensor], layout
+            found.setdefault(access.tensor, way)
+        pair = any(placement == PAIR for _, placement in writes[0].placements)
+        results = zip(op.writes[: 1 if pair else None], writes, strict=False)
+        made = ((a.tensor, layout, self.plan.layouts[a.tensor]) for a, layout in results)
+        return [*found.values(), *made]
 
     def chosen(self, step: PlacedOp) -> Bill:
         """Costs of an op as it is planned."""
