@@ -106,17 +106,24 @@ class CompiledProgram:
         megakernel: Megakernels = "auto",
         rules: Sequence[RewriteRule] | None = None,
     ) -> None:
-        """comm: of the plan's mesh. device: where this rank's tensors are, "cpu" or "cuda:i".
-        replay: False to run node by node in each call. warm: captures now, with weights, states and
-        inputs of its own, all zero, which `tensors` gives and `load` fills. megakernel: True for
-        one persistent kernel a rank, which holds weights and states in memory of its own: weights
-        are copied there when they are bound, states in each call and back, but for a program that
-        is `warm`, whose states lie there; False for library ops; "auto" for a kernel on Hopper GPUs
-        where one can do the whole program, not later than library ops as predicted, and has its
-        states, if there are any. UnsupportedError, with True, names what no kernel does. rules: of
-        superopt.rules.read_rules, by which ops are replaced: in a megakernel by others that it does
-        faster, or at all, else by kernels of the rules' own; by default the shipped ones on GPUs,
-        none on CPUs. RequestError for a device that this machine hasn't.
+        """RequestError for a device that this machine hasn't; UnsupportedError, where a megakernel
+        is asked for, names what no kernel does.
+
+        Args:
+            plan: What runs.
+            comm: Of the plan's mesh.
+            device: Where this rank's tensors are, "cpu" or "cuda:i".
+            replay: False to run node by node in each call.
+            warm: Captures now, with weights, states and inputs of its own, all zero, which
+                `tensors` gives and `load` fills.
+            megakernel: True for one persistent kernel a rank, which holds weights and states in
+                memory of its own: weights are copied there when they are bound, states in each call
+                and back, but for a program that is `warm`, whose states lie there. False for
+                library ops. "auto" for a kernel on Hopper GPUs where one can do the whole program,
+                not later than library ops as predicted, and has its states, if there are any.
+            rules: Of superopt.rules.read_rules, by which ops are replaced: in a megakernel by
+                others that it does faster, or at all, else by kernels of the rules' own; by default
+                the shipped ones on GPUs, none on CPUs.
         """
         _require_choices(megakernel, rules)
         self.plan, self.comm, self.device = plan, comm, find_device(device)

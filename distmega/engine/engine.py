@@ -91,15 +91,25 @@ class Engine:
         progress: Progress = no_progress,
         tell: Tell = tell_nobody,
     ) -> None:
-        """Plans, compiles and loads weights. node: the host of this rank. logits: what a decode
-        step gives besides the token: "none", or those that it chose from: "last", and "all",
-        which means the same here. sampling: how tokens are chosen where a call does not say; of
-        several, each sequence of the batch takes its own, those behind them the most likely token,
-        and a call may ask for all of them. progress: of the weights. tell: called with what is done
-        next, in words.
+        """Plans, compiles and loads weights.
 
         Raises PlanError where the mesh can't be used, LaunchError where ranks disagree,
         RequestError for other `logits` and a device that this machine hasn't.
+
+        Args:
+            source: The model.
+            mesh: All ranks; `pp` divides the layers into stages.
+            comm: Of the mesh.
+            options: How it is run.
+            node: The host of this rank.
+            device: Where it computes, "cpu" or "cuda:i".
+            logits: What a decode step gives besides the token: "none", or those that it chose from:
+                "last", and "all", which means the same here.
+            sampling: How tokens are chosen where a call does not say; of several, each sequence of
+                the batch takes its own, those behind them the most likely token, and a call may ask
+                for all of them.
+            progress: Called as weights are read.
+            tell: Called with what is done next, in words.
         """
         _require_logits(logits)
         self.mesh, self.comm, self.device = mesh, comm, find_device(device)

@@ -83,13 +83,15 @@ class EngineOptions:
         num_sms: Task queues of the CPU interpreter; a GPU has one for each SM.
         interleave_seed: The order in which these queues take turns; any gives the same result.
         timeout_s: Bound on a wait for another rank, in seconds.
-        collectives: Done by the megakernel or the host program; auto: the kernel where ranks can
-            share memory.
-        events: A task waits for the tasks it overlaps, or for all of the op before (a slow
-            baseline).
-        experts: How ranks share experts out: a part of each, whole ones, or whichever costs less.
-        expert_tiles: Experts of prompts on a GPU, one by one by torch, or in tiles that SMs find on
-            the device, by fixed queues, one after the other as they get free, or as costs say.
+        collectives: Done by the megakernel ("kernel") or the host program ("host"); "auto": the
+            kernel where ranks can share memory.
+        events: A task waits for the tasks it overlaps ("overlap"), or for all of the op before
+            ("op", a slow baseline).
+        experts: How ranks share experts out: a part of each ("tensor"), whole ones ("expert"), or
+            whichever costs less ("auto").
+        expert_tiles: How a GPU multiplies experts of prompts: one by one ("torch"), or all of a
+            matrix by one kernel, whose SMs take tiles by fixed queues ("static") or as they get
+            free ("drained"); "auto": as costs say.
         kernel_rows: Sequences that the decode kernel of a GPU takes, at most 64; steps of more are
             library ops.
     """
