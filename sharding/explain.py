@@ -93,6 +93,11 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
+def counted(count: int, noun: str) -> str:
+    """A count and what is counted, regular in the plural: 1 collective, 2 collectives."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def format_bytes(count: float) -> str:
     """Bytes with a decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -128,10 +133,11 @@ def _summary(plan: PlanFacts) -> list[str]:
     memory = plan.memory
     used = {axis for step in plan.decisions for axis, _ in step.splits}
     idle = [f"{axis}={size}" for axis, size in plan.mesh.axes if size > 1 and axis not in used]
+    num_collectives = counted(plan.num_collectives, "collective")
     lines = [
         f"plan of {plan.program.name} on {plan.mesh}, machine {plan.machine.name}",
         f"  one run on each rank: {format_us(plan.time_us)},"
-        f" {format_bytes(plan.num_sent_bytes)} sent in {plan.num_collectives} collectives",
+        f" {format_bytes(plan.num_sent_bytes)} sent in {num_collectives}",
         f"  memory of a rank: {format_bytes(memory.total_bytes)}"
         f" = weights {format_bytes(memory.weight_bytes)}"
         f" + states {format_bytes(memory.state_bytes)}"

@@ -16,6 +16,7 @@ from rich.console import Console
 from distmega.errors import RequestError
 from distmega.program.text import parse_program
 from distmega.program.types import Program
+from distmega.sharding.explain import counted
 from distmega.sharding.search.cost import Machine
 from distmega.superopt.optimize import Optimizer, Refusal
 from distmega.superopt.programs import FAMILIES, read_case
@@ -75,7 +76,7 @@ def run_superopt(request: SuperoptRequest, console: Console, errors: Console) ->
             remedy="allow more by --budget, --slack or --kept",
         )
     write_rules(request.out, optimizer.rules)
-    console.print(f"{len(optimizer.rules)} rules in {request.out}", markup=False)
+    console.print(f"{counted(len(optimizer.rules), 'rule')} in {request.out}", markup=False)
 
 
 def _follow(

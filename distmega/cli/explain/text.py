@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from distmega.cli.explain.facts import ExplainReport, OpFacts, SegmentFacts, StageFacts, TensorFacts
 from distmega.cli.explain.fold import folded_text
-from distmega.sharding.explain import Groups, format_bytes, format_us
+from distmega.sharding.explain import Groups, counted, format_bytes, format_us
 
 Section = tuple[str, str]
 """Title and text."""
@@ -57,8 +57,8 @@ def _cost(stage: StageFacts, report: ExplainReport) -> Iterator[str]:
     yield f"  decode steps: {stage.runs_as}"
     held = (f"{word} {format_bytes(size)}" for word, size in memory.parts() if size)
     yield f"  a rank holds: {format_bytes(memory.total_bytes)} = {' + '.join(held)}"
-    num = sum(one.communicates for one in stage.collectives)
-    yield f"  a rank sends: {format_bytes(stage.sent_bytes)} in {num} collectives {report.step}"
+    num = counted(sum(one.communicates for one in stage.collectives), "collective")
+    yield f"  a rank sends: {format_bytes(stage.sent_bytes)} in {num} {report.step}"
     yield from (f"  {note}" for note in stage.notes)
 
 
