@@ -176,11 +176,7 @@ def attention(
     keys, values = (cache[..., start:stop, :].to(dtype) for cache in (k_cache, v_cache))
     mask = None
     if num_rows > 1:
-        seen = torch.arange(start, stop, device=positions.device)
-        here = positions.unsqueeze(1)
-        mask = seen <= here
-        if window:
-            mask &= seen > here - window
+        mask = _visible(start, stop, positions, window)
     rows = q.to(dtype)
     if k_cache.dim() == 4:
         mask = None if mask is None else mask[:, None, None]
@@ -190,6 +186,17 @@ def attention(
     rows = rows.permute(1, 2, 0, 3)
     out = _mixed(rows, keys, values, mask, scale, softcap)
     return out.permute(2, 0, 1, 3).contiguous().to(q.dtype)
+
+
+def _visible(start: int, stop: int, positions: Tensor, window: int) -> Tensor:
+    """Which of the positions from start up to stop queries at `positions` see, [m, stop - start]:
+    see attention.
+    """
+    seen, here = torch.arange(start, stop, device=positions.device), positions.unsqueeze(1)
+    mask = seen <= here
+    if window:
+        mask &= seen > here - window
+    return mask
 
 
 def attend(
@@ -274,11 +281,7 @@ def masked_attention(
     num_rows, heads, group, _ = q.shape
     dtype = operand_dtype(q)
     keys, values, rows = (x.to(dtype) for x in (k_cache, v_cache, q))
-    seen = torch.arange(k_cache.shape[-2], device=positions.device)
-    here = positions.unsqueeze(1)
-    mask = seen <= here
-    if window:
-        mask &= seen > here - window
+    mask = _visible(0, k_cache.shape[-2], positions, window)
     if k_cache.dim() == 4:
         mask = mask[:, None, None]
         return _mixed(rows, keys, values, mask, scale, softcap).contiguous().to(q.dtype)

@@ -33,6 +33,28 @@ def verify_chunks(
     """Checks every tensor that is allocated per iteration; equal ones once."""
     if not any(allocation.chunk for allocation in allocations.values()):
         return
+    uses = _chunk_uses(local, schedule, allocations, host_loops)
+    checked: set[object] = set()
+    for name, each in uses.items():
+        shape, chunk = local.shape(name), allocations[name].chunk
+        assert chunk is not None, "collected above"
+        for use in each:
+            key = shape, chunk, _facts(*each[0]), _facts(*use)
+            if key not in checked:
+                checked.add(key)
+                _verify_use(name, shape, chunk, each[0], use, local.mesh)
+    partial = {name for name in program.outputs if allocations[name].chunk}
+    if partial:
+        raise _broken(f"outputs {sorted(partial)} are allocated per iteration")
+
+
+def _chunk_uses(
+    local: LocalOps,
+    schedule: RankSchedule,
+    allocations: Mapping[str, AllocationDomain],
+    host_loops: Sequence[HostLoop],
+) -> dict[str, list[_Use]]:
+    """Who uses each tensor that is allocated per iteration, in order: ops of one host loop."""
     splits = {name: (loop, split) for loop in host_loops for name, split in loop.splits}
     homes: dict[str, HostLoop] = {}
     roots: dict[str, str] = {}
@@ -54,18 +76,7 @@ def verify_chunks(
                 found = f"{root!r} is used by loops {homes[root].index}"
                 raise _broken(f"{found} and {loop.index}")
             uses.setdefault(access.tensor, []).append((op, access, split))
-    checked: set[object] = set()
-    for name, each in uses.items():
-        shape, chunk = local.shape(name), allocations[name].chunk
-        assert chunk is not None, "collected above"
-        for use in each:
-            key = shape, chunk, _facts(*each[0]), _facts(*use)
-            if key not in checked:
-                checked.add(key)
-                _verify_use(name, shape, chunk, each[0], use, local.mesh)
-    written = {name for name in program.outputs if allocations[name].chunk}
-    if written:
-        raise _broken(f"outputs {sorted(written)} are allocated per iteration")
+    return uses
 
 
 def _facts(op: Op, access: Access, split: StreamSplit) -> object:
