@@ -260,9 +260,9 @@ class _Planner:
             try:
                 return AxisSearch(problem, self.table, careful=careful).run()
             except NoOptionError as error:
-                others = self.around(error.op)
-                if any(wanted[name] for name in others):
-                    wanted = {n: () if n in others else axes for n, axes in wanted.items()}
+                around = self.around(error.op)
+                if any(wanted[name] for name in around):
+                    wanted = {n: () if n in around else axes for n, axes in wanted.items()}
                 elif not careful:
                     careful = True
                 else:
