@@ -21,7 +21,6 @@ from distmega.program.kinds import (
     in_fp32,
     kind_of,
     one_a_point,
-    widen,
     zero_if_all,
 )
 from distmega.program.ops.axis_views import access_axes, fold_axes, order_axes, unfold_axes
@@ -167,9 +166,11 @@ def _linear_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
 
 
 def reduce_values(x: Any, dims: Sequence[int], combine: str) -> Any:
-    """Combines dims of a tensor away by "sum", "max" or "min"; sums of half types in fp32."""
+    """Combines dims of a tensor away by "sum", "max" or "min"; sums of half types in fp32, as torch
+    adds them up.
+    """
     if combine == "sum":
-        return widen(x).sum(tuple(dims)).to(x.dtype)
+        return x.sum(tuple(dims)).to(x.dtype)
     return x.amax(tuple(dims)) if combine == "max" else x.amin(tuple(dims))
 
 

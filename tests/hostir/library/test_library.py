@@ -118,6 +118,17 @@ def test_linear_sums_half_types_in_fp32():
     assert run_op(op, {"x": x, "w": w}, {})["y"].item() == 4096
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_summed_in_fp32_without_a_copy(dtype: torch.dtype, dim: int):
+    x = torch.ones((5000, 4096) if dim else (4096, 5000), dtype=dtype)
+    op, _ = ops.reduce("y", declared("x", x), dim)
+    with Operators() as operators:
+        result = run_op(op, {"x": x}, {})["y"]
+    assert torch.equal(result, torch.full((5000,), 4096, dtype=dtype))
+    assert operators.names == ["sum"]
+
+
 def test_linear_on_split_dims():
     x, w = torch.randn(3, 6), torch.randn(4, 6)
     split = declared("x", x.view(3, 2, 3)), declared("w", w.view(4, 2, 3))
