@@ -6,7 +6,7 @@ Next on the walk: products.py.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distmega.kernels.tasks.fuse.formulas import canonical, substitute
+from distmega.kernels.tasks.fuse.formulas import canonical, is_readable, substitute
 from distmega.kernels.tasks.fuse.state import Fusion, does_not_fuse, norm_of, num_reduced, out_of
 from distmega.kernels.tasks.fuse.types import Fused, FusedPointwise, InputNorm
 from distmega.program import expr
@@ -55,8 +55,12 @@ def fuse_norm(fusion: Fusion, op: Op) -> FusedPointwise:
 
 
 def formula_of(fusion: Fusion, op: Op, leaves: list[str], chain: list[Op]) -> expr.Expr:
-    """What a chain of pointwise ops computes of `leaves`, which are appended as they come."""
+    """What a chain of pointwise ops computes of `leaves`, which are appended as they come; an op
+    whose result is read twice stands in the chain twice.
+    """
     chain.append(op)
+    if len(chain) > expr.MAX_DEPTH:
+        raise does_not_fuse(op)
     size = fusion.size(out_of(op))
     arguments: list[expr.Expr] = []
     num_starts = 0 if grouped_index(op) is None else 1  # read last
@@ -71,4 +75,7 @@ def formula_of(fusion: Fusion, op: Op, leaves: list[str], chain: list[Op]) -> ex
         if name not in leaves:
             leaves.append(name)
         arguments.append(expr.Arg(leaves.index(name)))
-    return substitute(expr.parse(str(op.attr("expr"))), arguments)
+    formula = substitute(expr.parse(str(op.attr("expr"))), arguments)
+    if not is_readable(formula):
+        raise does_not_fuse(op)
+    return formula

@@ -9,7 +9,9 @@ from functools import partial
 import pytest
 
 from distmega.errors import UnsupportedError
+from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.machines import H200
+from distmega.kernels.megakernel import compile_megakernel
 from distmega.kernels.tasks.fuse import (
     Fused,
     FusedAttention,
@@ -373,3 +375,20 @@ def test_contractions_of_parts_of_a_row_are_apart(of_input: bool):
     program = p.build(*outs, p.linear(other, p.weight("c", (64, 64)), name="c.out"))
     found = [op for op in fuse_segment(program) if isinstance(op, FusedContraction)]
     assert [op.outs for op in found][-2:] == [("a.out", "b.out"), ("c.out",)]
+
+
+@pytest.mark.parametrize(("formula", "num"), [("tanh(a0)", 1500), ("a0 * a1", 40)])
+def test_a_chain_that_is_no_expression_one_can_write_is_refused(formula: str, num: int):
+    """Of 1500 functions inside each other, and of 2 ** 40 parts, since each result is read twice;
+    the CPU's megakernel does the ops one by one.
+    """
+    p = ProgramBuilder("chain")
+    x = p.linear(p.input("x", (1, 8)), p.weight("w", (8, 8)))
+    for _ in range(num):
+        x = p.pointwise(formula, *[x] * (1 + ("a1" in formula)))
+    program = p.build(x)
+    with pytest.raises(UnsupportedError, match="of kind pointwise does not fuse"):
+        fuse_segment(program)
+    kernel = compile_megakernel(program, DeviceMesh(tp=1), num_sms=2)
+    assert len(order_weights(program)) == 1
+    assert kernel.schedule.graph.num_tasks == num + 1
