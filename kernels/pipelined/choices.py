@@ -5,7 +5,7 @@ first is what runs unless tuning.py measured another one. Next: pointwise.py, no
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 SHARED_BYTES = 232448
@@ -39,6 +39,17 @@ FEW_LOSS, MORE_LOSS = 0.06, 0.004
 """Elements of a thread of a plain norm; what norms lose where a thread has at most FEW_BYTES on
 their way, and for each time that it has twice the 32 that are best.
 """
+SECOND_US = 1.0
+SM_BYTES_PER_US = 6e4
+SM_ELEMENTS_PER_US = 1.8e4
+CACHE_GAIN = 2.0
+"""Of rows that take several tiles: what a second launch costs that begins early; what one SM moves,
+and what it calculates in both passes together; how much faster the second pass reads what is still
+in the cache.
+"""
+LONG_WARPS = (8, 16, 4)
+LONG_PER_THREAD = (32, 16)
+"""Threads of a program of plain kernels for such rows, and elements that each has on their way."""
 CROWDING = 0.005
 Vectors = Literal["after", "before", "beside"]
 EARLY_PER_THREAD = 16
@@ -75,7 +86,8 @@ class KernelChoice:
     program. run: neighbouring tiles that a program takes; 0 for programs that stay and take every
     n-th tile. vectors: of plain norms, when weight and bias are loaded: after the reduction, before
     it, which takes registers and saves a wait, or beside x. once: of plain pointwise kernels,
-    whether what comes leaves the cache before what goes.
+    whether what comes leaves the cache before what goes. parts: programs that share a row of
+    several tiles, each of which passes over it twice; 0 where tiles hold whole rows.
     """
 
     tile: tuple[int, ...]
@@ -86,6 +98,7 @@ class KernelChoice:
     run: int
     vectors: Vectors = "after"
     once: bool = False
+    parts: int = 0
 
     @property
     def per_thread(self) -> int:
@@ -134,6 +147,8 @@ def time_us(choice: KernelChoice, num_tiles: int, traffic: Traffic, device: GpuM
     Programs that stay drift apart, and the memory's open rows with them: measured, a long run of
     them loses about 5% against short runs of neighbouring tiles, which start in order.
     """
+    if choice.parts:
+        return _long_time_us(choice, num_tiles, traffic, device)
     if not choice.stages:
         return _plain_time_us(choice, num_tiles, traffic, device)
     tile_in = math.prod(choice.tile) * traffic.in_bytes
@@ -180,6 +195,31 @@ def _plain_time_us(
     return PLAIN_START_US + max(streaming + alone / rounds, alone, num_tiles * PLAIN_PROGRAM_US)
 
 
+def _long_time_us(
+    choice: KernelChoice, num_programs: int, traffic: Traffic, device: GpuModel
+) -> float:
+    """Two passes over rows of several tiles, the second of which finds in the cache what has been
+    read since. A program waits for a tile, or for as many as it has stages, before the next.
+    """
+    working = min(num_programs, device.num_sms)
+    resident = min(num_programs, device.num_sms * choice.programs_per_sm)
+    own = traffic.num_elements / num_programs
+    rate = min(device.bandwidth_bytes_per_us, working * SM_BYTES_PER_US)
+    read = traffic.num_elements * traffic.in_bytes
+    since = read if choice.parts > 1 else resident * own * traffic.in_bytes
+    again = read / (CACHE_GAIN if since < CACHE_BYTES else 1.0)
+    in_flight = resident / working * math.prod(choice.tile) * traffic.in_bytes
+    in_flight *= max(1, choice.stages)
+    crowding = CROWDING * max(0.0, math.log2(max(1, in_flight) / ENOUGH_BYTES))
+    moving = (read + again + traffic.num_elements * traffic.out_bytes) / rate * (1 + crowding)
+    waits = math.ceil(own / math.prod(choice.tile)) / max(1, choice.stages)
+    waiting = -(-num_programs // resident) * 2 * LATENCY_US * max(1.0, waits)
+    calculating = -(-num_programs // working) * own / SM_ELEMENTS_PER_US
+    start = START_US if choice.stages else PLAIN_START_US
+    start += SECOND_US if choice.parts > 1 else 0.0
+    return start + max(2 * LATENCY_US + max(moving, calculating), waiting)
+
+
 def rank(
     candidates: list[tuple[KernelChoice, int]], traffic: Traffic, device: GpuModel
 ) -> tuple[KernelChoice, ...]:
@@ -209,14 +249,14 @@ def _plain_blocks(traffic: Traffic) -> list[tuple[KernelChoice, int]]:
 def plain_row_choices(
     rows: int, columns: int, traffic: Traffic, device: GpuModel
 ) -> tuple[KernelChoice, ...]:
-    """Plain norm kernels: whole rows, padded to a power of two, or parts of longer ones."""
+    """Plain norm kernels: whole rows, padded to a power of two, or tiles of longer ones."""
     return rank(_plain_rows(rows, columns), traffic, device)
 
 
 def _plain_rows(rows: int, columns: int) -> list[tuple[KernelChoice, int]]:
     padded = padded_row(columns)
     if padded > MAX_ROW:
-        return [(_plain((1, 1024), 4), 3 * rows * -(-columns // 1024))]
+        return _long_rows(rows, columns)
     return [
         (
             _plain((per_tile, padded), per_tile * padded // (32 * per_thread), vectors=vectors),
@@ -229,6 +269,17 @@ def _plain_rows(rows: int, columns: int) -> list[tuple[KernelChoice, int]]:
         if 32 <= per_tile * padded // per_thread <= 1024
         and (per_tile == 1 or per_tile * padded <= MAX_ROW)
     ]
+
+
+def _long_rows(rows: int, columns: int) -> list[tuple[KernelChoice, int]]:
+    """Programs that have a row each, or share it so that each has a tile of it."""
+    found = []
+    for per_thread in LONG_PER_THREAD:
+        for num_warps in LONG_WARPS:
+            plain = _plain((1, 32 * num_warps * per_thread), num_warps)
+            for parts in (-(-columns // plain.tile[1]), 1):
+                found.append((replace(plain, parts=parts), rows * parts))
+    return found
 
 
 def padded_row(columns: int) -> int:
@@ -284,9 +335,9 @@ def row_choices(
                 candidates += _variants((per_tile, padded), num_warps, -(-rows // per_tile))
     if not any(fits(choice, traffic) for choice, _ in candidates):
         for chunk in (8192, 4096):
-            tiles = rows * -(-columns // chunk)
-            variants = _variants((1, chunk), chunk // 512, tiles)
-            candidates += [pair for pair in variants if not pair[0].run]
+            variants = _variants((1, chunk), chunk // 512, rows)
+            stay = [replace(choice, parts=1) for choice, _ in variants if not choice.run]
+            candidates += [(choice, rows) for choice in stay]
     return rank([*candidates, *_plain_rows(rows, columns)], traffic, device)
 
 

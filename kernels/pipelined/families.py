@@ -5,7 +5,7 @@ tensors, and `LaunchFamily`, the launches among which a class of operands choose
 ../runtime/ahead.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -128,6 +128,34 @@ class Launch:
         return run
 
 
+@dataclass(slots=True, kw_only=True)
+class LaunchPair:
+    """Two launches, one behind the other, of the tensors by their numbers and of fp32 memory for
+    `between` elements, which the first writes and the second reads.
+    """
+
+    launches: tuple[Launch, Launch]
+    tensors: tuple[tuple[int, ...], tuple[int, ...]]
+    between: int
+
+    def prepare(self, tensors: Sequence[Tensor | None]) -> None:
+        """As Launch's."""
+        for launch, given in self._given(tensors):
+            launch.prepare(given)
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        for launch, given in self._given(tensors):
+            launch(given)
+
+    def _given(
+        self, tensors: Sequence[Tensor | None]
+    ) -> Iterator[tuple[Launch, Sequence[Tensor | None]]]:
+        device = next(x.device for x in tensors if x is not None)
+        between = torch.empty(self.between, dtype=torch.float32, device=device)
+        for launch, numbers in zip(self.launches, self.tensors, strict=True):
+            yield launch, [*(tensors[n] for n in numbers), between]
+
+
 class LaunchFamily:
     """Launches for one class of operands: `choices`, best first by the model; `run` takes the one
     that was measured best, or the first.
@@ -136,15 +164,18 @@ class LaunchFamily:
     __slots__ = ("_chosen", "_launches", "_make", "_version", "choices", "name")
 
     def __init__(
-        self, name: str, choices: Sequence[KernelChoice], make: Callable[[KernelChoice], Launch]
+        self,
+        name: str,
+        choices: Sequence[KernelChoice],
+        make: Callable[[KernelChoice], Launch | LaunchPair],
     ) -> None:
         """name: the shape class, under which tuning.py keeps the choice."""
         self.name, self.choices, self._make = name, choices, make
-        self._launches: dict[KernelChoice, Launch] = {}
-        self._chosen: Launch | None = None
+        self._launches: dict[KernelChoice, Launch | LaunchPair] = {}
+        self._chosen: Launch | LaunchPair | None = None
         self._version = -1
 
-    def launch(self, choice: KernelChoice) -> Launch:
+    def launch(self, choice: KernelChoice) -> Launch | LaunchPair:
         """The launch of one choice, compiled when first called."""
         if choice not in self._launches:
             self._launches[choice] = self._make(choice)

@@ -97,7 +97,7 @@ def known_choice(key: str, candidates: Sequence[KernelChoice]) -> KernelChoice:
 
 def kind_of(choice: KernelChoice) -> tuple[object, ...]:
     """What choices of one kind have in common; plain ones differ by when and how they load."""
-    return choice.stages == 0, choice.tile, choice.num_warps, choice.run
+    return choice.stages == 0, choice.tile, choice.num_warps, choice.run, choice.parts
 
 
 def first_of_kinds(candidates: Sequence[KernelChoice]) -> list[KernelChoice]:
@@ -215,7 +215,8 @@ def _of_stored(stored: Any) -> dict[str, KernelChoice]:
         for key, fields in stored.items()
     }
     for key, choice in choices.items():
-        numbers = (*choice.tile, choice.num_warps, choice.stages, choice.buffers, choice.run)
+        counts = choice.num_warps, choice.stages, choice.buffers, choice.run, choice.parts
+        numbers = (*choice.tile, *counts)
         if not all(type(number) is int and 0 <= number < 2**31 for number in numbers):
             raise ValueError(f"{choice} of {key[:80]!r}")
     return choices

@@ -161,7 +161,9 @@ def tried(family: LaunchFamily | None, operands: Sequence[Tensor | None]) -> lis
         return []
     tma = [choice for choice in family.choices if choice.stages]
     plain = [choice for choice in family.choices if not choice.stages]
-    found = tma[:2] + tma[-1:] + plain[:1]
+    shared = [choice for choice in plain if choice.parts > 1]
+    alone = [choice for choice in plain if choice.parts == 1]
+    found = [*dict.fromkeys(tma[:2] + tma[-1:] + plain[:1] + shared[:2] + alone[:2])]
     family.prepare(found, operands)
     return found
 
@@ -199,6 +201,51 @@ def test_norms_of_strided_and_unaligned_rows(op):
     check_norm(op, make(70, 1025)[:, 1:], None, tma=False)
     check_norm(op, make(1024, 70).t(), None, tma=False)
     check_norm(op, make(1, 128), None, tma=True)
+
+
+@pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
+def test_long_rows_of_any_alignment(op):
+    residual = None if op == "softmax" else make(5, 50257, seed=1)
+    check_norm(op, make(5, 50257), residual, tma=False)
+    check_norm(op, make(300, 20001, dtype=torch.float32), None, tma=False)
+    check_norm(op, make(9, 50304)[:, :50257], None, tma=False)
+    check_norm(op, make(9, 20002)[:, 1:], None, tma=False)
+    check_norm(op, make(20001, 9).t(), None, tma=False)
+
+
+def test_rows_without_numbers():
+    x = make(5, 50257)
+    x[0], x[1, 100:], x[2, :40000] = [float("-inf")] * 3
+    x[3, 7], x[4, 50256] = float("nan"), float("inf")
+    expected = torch.softmax(x.double(), -1)
+    y = torch.empty_like(x)
+    operands = (x, None, None, None, y, None)
+    family = norms.family_of("softmax", 0.0, operands)
+    for choice in tried(family, operands):
+        family.launch(choice)(operands)
+        torch.testing.assert_close(y.double(), expected, rtol=1.6e-2, atol=1e-5, equal_nan=True)
+
+
+def test_no_pass_reads_what_is_not_written_yet():
+    """Launches begin early: both passes wait for the copy before them, the copy for both."""
+    first, second = make(64, 50257), make(64, 50257, seed=1)
+    x = first.clone()
+    y = torch.empty_like(x)
+    operands = (x, None, None, None, y, None)
+    family = norms.family_of("softmax", 0.0, operands)
+    for choice in tried(family, operands):
+        launch = family.launch(choice)
+        launch(operands)
+        expected, results = y.clone(), []
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for source in [second, first] * 8:
+                x.copy_(source)
+                launch(operands)
+                results.append(y.clone())
+        graph.replay()
+        assert all(torch.equal(found, expected) for found in results[1::2])
+        assert not torch.equal(results[0], expected)
 
 
 def test_norms_through_the_api():

@@ -18,11 +18,25 @@ from distmega.kernels.pipelined.choices import (
     row_choices,
 )
 from distmega.kernels.pipelined.device import INT32, device_facts, num_programs
-from distmega.kernels.pipelined.families import Block, Launch, LaunchFamily, Vector, pointer
+from distmega.kernels.pipelined.families import (
+    Block,
+    Launch,
+    LaunchFamily,
+    LaunchPair,
+    Vector,
+    pointer,
+)
 from distmega.kernels.pipelined.norms.long_norm_kernel import long_norm_kernel
+from distmega.kernels.pipelined.norms.long_rows import (
+    CHUNK_BYTES,
+    LongRowSpec,
+    long_rows_gather,
+    long_rows_whole,
+    long_rows_write,
+)
 from distmega.kernels.pipelined.norms.norm_kernel import NormSpec, norm_kernel
 from distmega.kernels.pipelined.pointwise.views import as_rows, is_aligned, layout_key, result_key
-from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain
+from distmega.kernels.pipelined.triton_path import norm_plain
 from distmega.kernels.runtime.gpus import is_hopper
 
 Operands = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]
@@ -34,7 +48,8 @@ two contiguous; sums where there is a residual.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NormClass:
     """What calls have in common that share launches: rows of x and residual by (row, element)
-    strides, vectors by their steps, None where there is none; types of what comes and leaves.
+    strides, vectors by their steps, None where there is none; types of what comes and leaves, and
+    whether it begins at a multiple of 16 bytes.
     """
 
     op: str
@@ -46,6 +61,7 @@ class _NormClass:
     weight: int | None
     bias: int | None
     types: tuple[torch.dtype, ...]
+    aligned: tuple[bool, ...]
     index: int
 
     @property
@@ -77,8 +93,10 @@ class _NormClass:
         steps = (self.weight, self.bias)
         return [Vector(length=self.columns, step=1 if step is None else step) for step in steps]
 
-    def launch(self, choice: KernelChoice) -> Launch:
-        return self.tma_launch(choice) if choice.stages else self.plain_launch(choice)
+    def launch(self, choice: KernelChoice) -> Launch | LaunchPair:
+        if choice.stages:
+            return self.tma_launch(choice)
+        return self.long_launch(choice) if choice.parts else self.plain_launch(choice)
 
     def tma_launch(self, choice: KernelChoice) -> Launch:
         """The Gluon kernel for whole rows, or in chunks where the choice's tile is shorter."""
@@ -118,11 +136,8 @@ class _NormClass:
         )  # fmt: skip
 
     def plain_launch(self, choice: KernelChoice) -> Launch:
-        """The plain Triton kernel for whole rows, or parts where the choice's tile is shorter."""
+        """The plain Triton kernel for whole rows."""
         rows, tile = choice.tile
-        # a plain launch may begin before what came before it ends: no kernel that starts so waits
-        # for a peer, so whatever it stands behind ends by itself
-        early = tile >= self.columns and is_hopper(self.index)
         strides = (*self.x, *(self.residual or (0, 0)))
         rest: tuple[object, ...] = (
             *strides,
@@ -134,17 +149,86 @@ class _NormClass:
             tile,
             choice.vectors,
             self._packed and tile == self.columns and self.count % rows == 0,
-            early,
+            self._early,
         )
-        if tile < self.columns:
-            rest = (*strides, self.columns, self.eps, self.op, tile)
         return Launch(
-            kernel=norm_plain if tile >= self.columns else long_norm_plain,
+            kernel=norm_plain,
             arguments=(pointer, pointer, *self.vectors, pointer, pointer),
             rest=rest,
             grid=-(-self.count // rows),
-            options={"num_warps": choice.num_warps, "launch_pdl": early},
+            options={"num_warps": choice.num_warps, "launch_pdl": self._early},
         )
+
+    def long_launch(self, choice: KernelChoice) -> Launch | LaunchPair:
+        """The plain Triton kernels for rows longer than a tile."""
+        spec = self._long_spec(choice)
+        rows = (*self.x, *(self.residual or (0, 0)))
+        options: dict[str, object] = {"num_warps": choice.num_warps, "launch_pdl": self._early}
+        if choice.parts == 1:
+            return Launch(
+                kernel=long_rows_whole,
+                arguments=(pointer, pointer, *self.vectors, pointer, pointer),
+                rest=(*rows, self.columns, self.eps, spec),
+                grid=self.count,
+                options=options,
+            )
+        programs = self.count * choice.parts
+        num_chunks = -(-self.columns // spec.vector)
+        rest = (*rows, self.columns, choice.parts, -(-num_chunks // choice.parts))
+        gather = Launch(
+            kernel=long_rows_gather,
+            arguments=(pointer,) * 5,
+            rest=(*rest, spec),
+            grid=programs,
+            options=options,
+        )
+        write = Launch(
+            kernel=long_rows_write,
+            arguments=(pointer, pointer, *self.vectors, *(pointer,) * 3),
+            rest=(*rest, self.eps, spec),
+            grid=programs,
+            options=options,
+        )
+        return LaunchPair(
+            launches=(gather, write),
+            tensors=((0, 1, 4, 5), (0, 1, 2, 3, 4, 5)),
+            between=3 * programs,
+        )
+
+    def _long_spec(self, choice: KernelChoice) -> LongRowSpec:
+        result = 1 if self.residual is None else 2
+        vector = CHUNK_BYTES // self.sizes[result]
+        threads = 32 * choice.num_warps
+
+        def is_wide(number: int, rows: tuple[int, int]) -> bool:
+            """Whether rows of an operand lie to multiples of 16 bytes as those of the results."""
+            same = self.sizes[number] == self.sizes[result] and rows[1] == 1
+            apart = (rows[0] - self.columns) % vector if self.count > 1 else 0
+            return same and apart == 0 and self.aligned[number] and self.aligned[result]
+
+        x_wide = is_wide(0, self.x)
+        residual_wide = self.residual is None or is_wide(1, self.residual)
+        # of narrow rows each chunk is several loads
+        loads = choice.tile[1] // (vector * threads) if x_wide and residual_wide else 1
+        return LongRowSpec(
+            op=self.op,
+            threads=threads,
+            loads=loads,
+            vector=vector,
+            even=self.aligned[result] and self.columns % vector == 0,
+            x_wide=x_wide,
+            residual_wide=residual_wide,
+            sums_wide=self.residual is None or is_wide(-1, (self.columns, 1)),
+            early=self._early,
+            parts=padded_to(choice.parts),
+        )
+
+    @property
+    def _early(self) -> bool:
+        """Whether plain launches may begin before what came before them ends: no kernel that starts
+        so waits for a peer, so whatever it stands behind ends by itself.
+        """
+        return is_hopper(self.index)
 
 
 _families: dict[object, LaunchFamily | None] = {}
@@ -192,13 +276,14 @@ def _make_family(op: str, eps: float, operands: Operands) -> LaunchFamily | None
         weight=None if weight is None else weight.stride(0),
         bias=None if bias is None else bias.stride(0),
         types=tuple(given.dtype for given, _ in moved),
+        aligned=tuple(given.data_ptr() % CHUNK_BYTES == 0 for given, _ in moved),
         index=x.device.index,
     )
     sizes = made.count, made.columns, made.traffic, device_facts(made.index)
     if _takes_tma(made) and all(step == 1 and is_aligned(t, row) for t, (row, step) in moved):
         choices = row_choices(*sizes)
     else:
-        choices = plain_row_choices(*sizes)[:1]
+        choices = plain_row_choices(*sizes)
     return LaunchFamily(made.name, choices, made.launch)
 
 

@@ -22,7 +22,7 @@ from distmega.kernels.pipelined.norms.long_norm_kernel import long_norm_kernel
 from distmega.kernels.pipelined.norms.norm_kernel import NormSpec, norm_kernel
 from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.kernels.pipelined.pointwise.pointwise_kernel import PointwiseSpec, pointwise_kernel
-from distmega.kernels.pipelined.triton_path import long_norm_plain, norm_plain, pointwise_plain
+from distmega.kernels.pipelined.triton_path import norm_plain, pointwise_plain
 from distmega.program import expr
 from tests.kernels.ptx import WAIT, loads, stores, unfenced_loads, vector_accesses
 from tests.kernels.sm90 import Machine, compile_kernel, descriptor
@@ -169,7 +169,6 @@ def test_norms_in_fp32(columns):
 
 
 NORM_TENSORS = ("x", "residual", "weight", "y", "total")
-STRIDES = ("x_row", "x_step", "residual_row", "residual_step")
 
 
 @pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
@@ -205,14 +204,6 @@ def test_plain_pointwise(exact):
     code = compile_kernel(pointwise_plain, types, fixed, 4, 255, multiples)
     assert code.stack_bytes == 0
     assert vector_accesses(code.ptx)
-
-
-@pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
-def test_any_strides(op):
-    types: dict[str, object] = dict.fromkeys(NORM_TENSORS, "*bf16") | dict.fromkeys(STRIDES, "i64")
-    types |= {"num_columns": "i32", "eps": "fp32"}
-    fixed = {"op": op, "block": 1024}
-    assert compile_kernel(long_norm_plain, types, fixed, 4, 255).stack_bytes == 0
 
 
 def test_any_operands():
