@@ -39,17 +39,22 @@ FEW_LOSS, MORE_LOSS = 0.06, 0.004
 """Elements of a thread of a plain norm; what norms lose where a thread has at most FEW_BYTES on
 their way, and for each time that it has twice the 32 that are best.
 """
-SECOND_US = 1.0
-SM_BYTES_PER_US = 6e4
-SM_ELEMENTS_PER_US = 1.8e4
-CACHE_GAIN = 2.0
-"""Of rows that take several tiles: what a second launch costs that begins early; what one SM moves,
-and what it calculates in both passes together; how much faster the second pass reads what is still
-in the cache.
+LONG_START_US, SECOND_US = 0.3, 1.75
+LONG_WAIT_US = 0.35
+LONG_ELEMENTS_PER_US = 9e3
+CACHE_GAIN = 1.3
+SPARSE = 0.12
+"""Of rows that take several tiles, replayed in a CUDA graph: start of one launch that begins early,
+and of a second behind it; what a program waits for each tile, and how many elements of tiles it
+takes; how much faster the second pass reads what is still in the cache; what is lost for each time
+that an SM has half of ENOUGH_BYTES on their way.
 """
-LONG_WARPS = (8, 16, 4)
+LONG_WARPS = (8, 16)
+SHARED_WARPS = (8, 16, 4)
 LONG_PER_THREAD = (32, 16)
-"""Threads of a program of plain kernels for such rows, and elements that each has on their way."""
+"""Warps of a program that has such a row, and of one that shares it; elements of a thread that are
+on their way.
+"""
 CROWDING = 0.005
 Vectors = Literal["after", "before", "beside"]
 EARLY_PER_THREAD = 16
@@ -199,25 +204,23 @@ def _long_time_us(
     choice: KernelChoice, num_programs: int, traffic: Traffic, device: GpuModel
 ) -> float:
     """Two passes over rows of several tiles, the second of which finds in the cache what has been
-    read since. A program waits for a tile, or for as many as it has stages, before the next.
+    read since. A program waits for a tile before the next; all wait for their first.
     """
     working = min(num_programs, device.num_sms)
     resident = min(num_programs, device.num_sms * choice.programs_per_sm)
+    elements = math.prod(choice.tile)
     own = traffic.num_elements / num_programs
-    rate = min(device.bandwidth_bytes_per_us, working * SM_BYTES_PER_US)
     read = traffic.num_elements * traffic.in_bytes
     since = read if choice.parts > 1 else resident * own * traffic.in_bytes
     again = read / (CACHE_GAIN if since < CACHE_BYTES else 1.0)
-    in_flight = resident / working * math.prod(choice.tile) * traffic.in_bytes
-    in_flight *= max(1, choice.stages)
-    crowding = CROWDING * max(0.0, math.log2(max(1, in_flight) / ENOUGH_BYTES))
-    moving = (read + again + traffic.num_elements * traffic.out_bytes) / rate * (1 + crowding)
-    waits = math.ceil(own / math.prod(choice.tile)) / max(1, choice.stages)
-    waiting = -(-num_programs // resident) * 2 * LATENCY_US * max(1.0, waits)
-    calculating = -(-num_programs // working) * own / SM_ELEMENTS_PER_US
-    start = START_US if choice.stages else PLAIN_START_US
-    start += SECOND_US if choice.parts > 1 else 0.0
-    return start + max(2 * LATENCY_US + max(moving, calculating), waiting)
+    in_flight = resident / working * elements * traffic.in_bytes
+    sparse = SPARSE * max(0.0, math.log2(ENOUGH_BYTES / max(1, in_flight)))
+    moved = read + again + traffic.num_elements * traffic.out_bytes
+    moving = moved / device.bandwidth_bytes_per_us * (1 + sparse)
+    tile_us = LONG_WAIT_US + elements / LONG_ELEMENTS_PER_US
+    num_tiles = -(-num_programs // resident) * math.ceil(own / elements)
+    start = LONG_START_US + (SECOND_US if choice.parts > 1 else 0.0)
+    return start + tile_us + max(moving, (num_tiles - 1) * tile_us)
 
 
 def rank(
@@ -275,10 +278,12 @@ def _long_rows(rows: int, columns: int) -> list[tuple[KernelChoice, int]]:
     """Programs that have a row each, or share it so that each has a tile of it."""
     found = []
     for per_thread in LONG_PER_THREAD:
-        for num_warps in LONG_WARPS:
+        for num_warps in SHARED_WARPS:
             plain = _plain((1, 32 * num_warps * per_thread), num_warps)
-            for parts in (-(-columns // plain.tile[1]), 1):
-                found.append((replace(plain, parts=parts), rows * parts))
+            parts = -(-columns // plain.tile[1])
+            found.append((replace(plain, parts=parts), rows * parts))
+            if num_warps in LONG_WARPS:
+                found.append((replace(plain, parts=1), rows))
     return found
 
 
@@ -320,8 +325,8 @@ def matrix_choices(
 def row_choices(
     rows: int, columns: int, traffic: Traffic, device: GpuModel
 ) -> tuple[KernelChoice, ...]:
-    """For norms over rows: whole rows, padded to a power of two, or in chunks where no stages of
-    them fit. Programs that take chunks stay and take whole rows.
+    """For norms over rows: whole rows, padded to a power of two, by either kernel, or longer ones
+    by the plain kernels.
     """
     padded = padded_row(columns)
     candidates = []
@@ -333,11 +338,6 @@ def row_choices(
             num_warps = elements // (32 * per_thread)
             if num_warps in (1, 2, 4, 8, 16):
                 candidates += _variants((per_tile, padded), num_warps, -(-rows // per_tile))
-    if not any(fits(choice, traffic) for choice, _ in candidates):
-        for chunk in (8192, 4096):
-            variants = _variants((1, chunk), chunk // 512, rows)
-            stay = [replace(choice, parts=1) for choice, _ in variants if not choice.run]
-            candidates += [(choice, rows) for choice in stay]
     return rank([*candidates, *_plain_rows(rows, columns)], traffic, device)
 
 

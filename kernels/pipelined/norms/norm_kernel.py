@@ -2,8 +2,8 @@
 next rows are loaded by TMA while the current ones reduce, results leave by TMA.
 
 In: TMA descriptors of [rows, groups, width] views (column = group * width + place), a NormSpec.
-Out: the normalised rows and, with a residual, the sums. Rows that do not fit into shared memory:
-long_norm_kernel.py. Next: norms.py, which launches both.
+Out: the normalised rows and, with a residual, the sums. Longer rows than a tile holds:
+long_rows.py. Next: norms.py, which launches both.
 """
 
 # Kernels' arguments have no Python types.
@@ -24,7 +24,7 @@ from distmega.kernels.runtime.mbarriers import make_barriers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
-    """What the kernels are specialised for. All descriptors have block [rows, groups, width].
+    """What the kernel is specialised for. All descriptors have block [rows, groups, width].
 
     op: "rms", "layer" or "softmax". has_residual: a second input is added first and the sum is an
     output. exact: the tile has no columns past the row's end. stages: loads in flight, 1 for none

@@ -26,7 +26,6 @@ from distmega.kernels.pipelined.families import (
     Vector,
     pointer,
 )
-from distmega.kernels.pipelined.norms.long_norm_kernel import long_norm_kernel
 from distmega.kernels.pipelined.norms.long_rows import (
     CHUNK_BYTES,
     LongRowSpec,
@@ -99,7 +98,7 @@ class _NormClass:
         return self.long_launch(choice) if choice.parts else self.plain_launch(choice)
 
     def tma_launch(self, choice: KernelChoice) -> Launch:
-        """The Gluon kernel for whole rows, or in chunks where the choice's tile is shorter."""
+        """The Gluon kernel for whole rows."""
         width = common_width(self.sizes, self.columns)
         tile = (choice.tile[0], choice.tile[1] // width, width)
         spec = NormSpec(
@@ -121,16 +120,13 @@ class _NormClass:
 
         leaving = block(self.columns)
         num_tiles = -(-self.count // tile[0])
-        tail: tuple[int, ...] = (num_tiles, choice.run)
-        if choice.tile[1] < self.columns:
-            tail = (-(-self.columns // choice.tile[1]), self.count)
         return Launch(
-            kernel=norm_kernel if choice.tile[1] >= self.columns else long_norm_kernel,
+            kernel=norm_kernel,
             arguments=(
                 block(self.x[0]), block((self.residual or self.x)[0]), *self.vectors,
                 leaving, leaving,
             ),
-            rest=(self.columns, *tail, self.eps, spec),
+            rest=(self.columns, num_tiles, choice.run, self.eps, spec),
             grid=num_programs(choice, num_tiles, self.index),
             options={"num_warps": choice.num_warps, "maxnreg": choice.max_registers},
         )  # fmt: skip

@@ -18,7 +18,6 @@ from distmega.kernels.pipelined.choices import (
     row_choices,
     shared_bytes,
 )
-from distmega.kernels.pipelined.norms.long_norm_kernel import long_norm_kernel
 from distmega.kernels.pipelined.norms.norm_kernel import NormSpec, norm_kernel
 from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.kernels.pipelined.pointwise.pointwise_kernel import PointwiseSpec, pointwise_kernel
@@ -129,7 +128,6 @@ def norm_code(op: str, dtype: str, columns: int, residual: bool) -> None:
     size = BYTES[dtype] * (2 if residual else 1)
     traffic = Traffic(in_bytes=size, out_bytes=size, num_elements=4096 * columns)
     choice = with_tma(row_choices(4096, columns, traffic, H200))
-    whole = choice.tile[1] >= columns
     width = common_width([BYTES[dtype]], columns)
     block = (choice.tile[0], choice.tile[1] // width, width)
     names = ["x", "y", "residual", "total"] if residual else ["x", "y"]
@@ -137,33 +135,32 @@ def norm_code(op: str, dtype: str, columns: int, residual: bool) -> None:
     types |= {"num_columns": "i32", "eps": "fp32"}
     types |= {} if op == "softmax" else {"weight": f"*{dtype}"}
     types |= {"bias": f"*{dtype}"} if op == "layer" else {}
-    types |= (
-        {"num_tiles": "i32", "run": "i32"} if whole else {"num_chunks": "i32", "num_rows": "i32"}
-    )
+    types |= {"num_tiles": "i32", "run": "i32"}
     spec = NormSpec(
         op=op, has_residual=residual, has_weight=op != "softmax", has_bias=op == "layer",
         rows=block[0], groups=block[1], width=width, exact=choice.tile[1] == columns,
         stages=choice.stages, buffers=choice.buffers,
     )  # fmt: skip
-    kernel = norm_kernel if whole else long_norm_kernel
-    code = compile_kernel(kernel, types, {"spec": spec}, choice.num_warps, choice.max_registers)
+    code = compile_kernel(
+        norm_kernel, types, {"spec": spec}, choice.num_warps, choice.max_registers
+    )
     check_resources(code, choice, traffic)
     count = 1 + residual
     assert code.ptx.count("mbarrier.init") == choice.stages * count
     assert loads(code.ptx) >= (choice.stages + 1) * count
-    assert code.ptx.count(WAIT) == (count if whole else 2 * count)
+    assert code.ptx.count(WAIT) == count
     assert stores(code.ptx) >= count
     assert unfenced_loads(code.ptx) == []
     assert "st.global" not in code.ptx
 
 
-@pytest.mark.parametrize("columns", [128, 1024, 4096, 5000, 16384, 65536])
+@pytest.mark.parametrize("columns", [128, 1024, 4096, 5000, 16384])
 @pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
 def test_norms(op, columns):
     norm_code(op, "bf16", columns, op == "rms")
 
 
-@pytest.mark.parametrize("columns", [1024, 16384])
+@pytest.mark.parametrize("columns", [1024, 8192])
 def test_norms_in_fp32(columns):
     norm_code("layer", "fp32", columns, True)
 
