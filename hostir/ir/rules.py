@@ -27,9 +27,8 @@ from distmega.hostir.ir.nodes import (
     WaitSignal,
     segment_args,
 )
-from distmega.hostir.ir.uses import named_buffers, node_writes, storage_of, view_sources
+from distmega.hostir.ir.uses import late_uses, named_buffers, node_writes, storage_of, view_sources
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm, symmetric_bytes
-from distmega.hostir.run.borrow import late_uses
 from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Program, Tensor, accesses
 

@@ -1,16 +1,17 @@
-"""What a node of a host program uses: buffers it reads, writes and names, storage behind views, and
-ranks that run it together.
+"""What a node of a host program uses: buffers it reads, writes and names, storage behind views,
+ranks that run it together, and peer memory that it uses too late.
 
 Used by whoever orders nodes or checks their order: passes, verify.py, check.py, fuse.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
     Deallocate,
     ForLoop,
+    HostProgram,
     LaunchMegakernel,
     LibraryOp,
     Node,
@@ -121,3 +122,27 @@ def team_axes(node: Node, segments: Mapping[str, Program]) -> tuple[str, ...]:
             axes = (communication_axis(op) for op in segments[kernel].ops)
             return tuple(dict.fromkeys(axis for axis in axes if axis))
     return ()
+
+
+def late_uses(host: HostProgram, borrowed: Container[str]) -> Iterator[tuple[int, list[str]]]:
+    """Uses of results after the next fused matmul of their axis has begun, if those in `borrowed`
+    lie in its buffer: a node's index and names; -1 for outputs.
+    """
+    sources = view_sources(host.body)
+    symmetric_buffers: dict[str, set[str]] = {}
+    expired: set[str] = set()
+    for index, node in enumerate(walk_nodes(host.body)):
+        roots = {storage_of(name, sources) for name in named_buffers(node)}
+        if isinstance(node, Allocate):
+            expired -= roots
+        if isinstance(node, FusedMatmul):
+            expired |= symmetric_buffers.pop(node.mesh_axis, set())
+            if node.out in borrowed:
+                expired.discard(node.out)
+                symmetric_buffers[node.mesh_axis] = {storage_of(node.out, sources)}
+        if expired & roots and not isinstance(node, Deallocate):
+            yield index, sorted(expired & roots)
+    kept = {storage_of(name, sources) for name in host.outputs}
+    left = kept & expired.union(*symmetric_buffers.values())
+    if left:
+        yield -1, sorted(left)

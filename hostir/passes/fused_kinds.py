@@ -1,14 +1,18 @@
 """Op kinds that one kernel of pointwise ops or norms does, those that fuse.py makes among them.
 
-fused_pointwise: `exprs` over its reads, one a write, in `dtypes`. fused_norm: a `norm` ("rms" or
-"layer") of x + residual; reads x and residual, each by element and by row, weight and maybe bias,
-writes the result and the sum.
-fused_heads: heads of a row normalised, rotated, kept in a tensor or appended to a cache, for up to
-MAX_PARTS tensors of heads; see fuse_heads.py. fused_linear: `expr` of a0 and a1, products of x with
-a row of one weight and of another of its shape, or with a row of a weight and the one half of all
-rows behind it; reads x and both weights, or the upper and the lower half of the one. fused_product:
-`expr` of a0, a product of x and a weight, plus a bias if it reads one. fused_rows: `steps` over
-rows, formulas and norms in turn, of which it writes the values `outs` in `dtypes`; join_rows.py.
+- fused_pointwise: `exprs` over its reads, one a write, in `dtypes`.
+- fused_norm: a `norm` ("rms" or "layer") of x + residual; reads x and residual, each by element and
+  by row, weight and maybe bias, writes the result and the sum.
+- fused_heads: heads of a row normalised, rotated, kept in a tensor or appended to a cache, for up
+  to MAX_PARTS tensors of heads; see fuse_heads.py.
+- fused_linear: `expr` of a0 and a1, products of x with a row of one weight and of another of its
+  shape, or with a row of a weight and the one half of all rows behind it; reads x and both weights,
+  or the upper and the lower half of the one. See mix_columns.py.
+- fused_product: `expr` of a0, a product of x and a weight, plus a bias if it reads one. See
+  join_formulas.py.
+- fused_rows: `steps` over rows, formulas and norms in turn, of which it writes the values `outs` in
+  `dtypes`. See join_rows.py.
+
 Next: fuse.py.
 """
 

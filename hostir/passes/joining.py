@@ -1,8 +1,7 @@
 """The walk of passes that let a node do what an op directly behind it does, and what they share.
 
 Comes in: a body, and what says whether an op joins one of the nodes above it. Goes out: the body,
-loops included. mix_columns.py, norm_sums.py, join_formulas.py and order_results.py use it. Next:
-norm_sums.py.
+loops included. Used by the passes of JOINS (../lower/lower.py). Next: norm_sums.py.
 """
 
 from collections import Counter

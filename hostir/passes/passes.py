@@ -41,8 +41,8 @@ from distmega.hostir.ir.uses import (
     view_sources,
 )
 from distmega.hostir.ir.verify import verify_host
+from distmega.hostir.passes.borrow import borrow_results
 from distmega.hostir.passes.kernel_order import FILLING, communication_axes, order_kernels
-from distmega.hostir.run.borrow import borrow_results
 from distmega.program.types import Program
 
 logger = logging.getLogger(__name__)
