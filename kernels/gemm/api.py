@@ -314,7 +314,8 @@ def _choose(
         problem = "bf16 on Hopper GPUs"
     if forced:
         raise ProgramError(
-            f"overlap forced for {extents} of {x.dtype} on {x.device}",
+            f"overlap forced for {extents.rows} rows, {extents.columns} columns and depth "
+            f"{extents.depth} over {extents.num_ranks} ranks, of {x.dtype} on {x.device}",
             expected=problem,
             remedy="pad the rows, or leave overlap out",
         )
