@@ -1,9 +1,8 @@
 """The plan: which rank computes which part of each op, what it holds, which collectives join them.
 
 A Program, a DeviceMesh and a Machine come in; a Plan goes out, and by localize.py the program of
-one rank. Start at planner.py; docs/sharding.md has the idea.
-
-layout/ has meshes and how tensors lie on them, search/ prices and chooses, resolve/ makes layouts
-and the collectives between them, streams/ chunks in host loops, overlap/ matmuls beside their
-collectives.
+one rank. Start at planner.py, then plan.py, what a plan states; docs/sharding.md has the idea.
+layout/ says where things are, search/ chooses divisions, resolve/ makes collectives of them,
+streams/ and overlap/ what runs chunk by chunk or beside each other; finalize.py fixes allocations,
+memory.py adds them up, verify.py proves the plan, explain.py tells it.
 """

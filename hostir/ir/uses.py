@@ -1,7 +1,7 @@
 """What a node of a host program uses: buffers it reads, writes and names, storage behind views,
 ranks that run it together, and peer memory that it uses too late.
 
-Used by whoever orders nodes or checks their order: passes, verify.py, check.py, fuse.py.
+Used by whoever orders nodes or checks their order: passes, verify.py, ../check/orders.py.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
