@@ -48,18 +48,18 @@ class Use:
     rank 0. axis: along which the ranks lie that all write a slot each, else "".
     """
 
+    group: int
+    rank: int
+    footprint: int
+    write: bool
+    axis: str
+
     def meets(self, other: "Use") -> bool:
         """Whether both may touch an element, one of them to write: not in slots of two ranks. Two
         tasks of one peer are as two of rank 0.
         """
         slots = self.axis == other.axis != "" and (self.rank or other.rank)
         return (self.write or other.write) and not slots
-
-    group: int
-    rank: int
-    footprint: int
-    write: bool
-    axis: str
 
 
 def check_schedule(schedule: Schedule, peer_buffers: int = PEER_BUFFERS) -> None:
