@@ -1,7 +1,7 @@
 """A model whose numbers go wrong, and what ranks do with it; imported on the ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from distmega.engine.ranks.context import Emit, RankContext
 from distmega.engine.ranks.jobs import open_engine
 from distmega.engine.requests import EngineOptions
-from distmega.sources.load import open_model
+from distmega.sources.load import ModelSource, open_model
 
 PROMPT = (5, 6, 7)
 
@@ -34,25 +34,13 @@ class AlteredReader:
         return found
 
 
-@dataclass(frozen=True)
-class Altered:
-    """A model source with changes."""
-
-    source: Any
-    changes: Sequence[Change]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
-
-    def weight(self, name: str) -> Any:
-        reader = self.source.weight(name)
-        for change in self.changes:
-            reader = AlteredReader(reader, change) if change.weight == name else reader
-        return reader
-
-
-def altered(*changes: Change) -> Any:
-    return Altered(open_model("tiny-llama"), changes)
+def altered(*changes: Change) -> ModelSource:
+    """The tiny model with changes."""
+    source = open_model("tiny-llama")
+    readers = dict(source.readers)
+    for change in changes:
+        readers[change.weight] = AlteredReader(readers[change.weight], change)
+    return replace(source, readers=readers)
 
 
 def generate(context: RankContext, payload: tuple[int, Sequence[Change]], emit: Emit) -> list[int]:
