@@ -29,17 +29,12 @@ def begin(device: torch.device, keep: Keep) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     if index in _begun:
         return
+    _begun[index] = [_start(index, partial(_load_torch, torch.device("cuda", index)))]
     if find_spec("triton") is not None:
         # as a whole: of threads that meet in the circle of its modules one finds half a module, and
         # what fails then leaves Triton without others
         import_module("triton")
-    on_gpu = partial(_load_torch, torch.device("cuda", index))
-    works = on_gpu, _load_driver, partial(_load_key, keep)
-    _begun[index] = [
-        Thread(target=_run, args=(index, work), name="warm-up", daemon=True) for work in works
-    ]
-    for thread in _begun[index]:
-        thread.start()
+        _begun[index] += [_start(index, _load_driver), _start(index, partial(_load_key, keep))]
 
 
 def finish() -> None:
@@ -47,6 +42,12 @@ def finish() -> None:
     for threads in _begun.values():
         for thread in threads:
             thread.join()
+
+
+def _start(index: int, work: Callable[[], None]) -> Thread:
+    thread = Thread(target=_run, args=(index, work), name="warm-up", daemon=True)
+    thread.start()
+    return thread
 
 
 def _run(index: int, work: Callable[[], None]) -> None:
@@ -65,14 +66,12 @@ def _load_torch(device: torch.device) -> None:
 
 
 def _load_key(keep: Keep) -> None:
-    if find_spec("triton") is not None:
-        find_key(import_module("triton.runtime.cache"), keep)
+    find_key(import_module("triton.runtime.cache"), keep)
 
 
 def _load_driver() -> None:
-    if find_spec("triton") is not None:
-        runtime: Any = import_module("triton.runtime")
-        runtime.driver.active.utils  # noqa: B018  compiles and loads it
+    runtime: Any = import_module("triton.runtime")
+    runtime.driver.active.utils  # noqa: B018  compiles and loads it
 
 
 def find_key(module: Any, keep: Keep) -> None:
