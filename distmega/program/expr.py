@@ -121,6 +121,21 @@ def _parse(text: str) -> Expr:
     return _Reader(text).read(tree, 1)
 
 
+def within_limits(tree: Expr) -> bool:
+    """Whether an expression that was put together is no deeper, and of no more parts, than one that
+    parse reads.
+    """
+    left, num_parts = [(tree, 1)], 0
+    while left:
+        part, depth = left.pop()
+        num_parts += 1
+        if depth > MAX_DEPTH or num_parts > MAX_PARTS:
+            return False
+        if isinstance(part, Call):
+            left += [(each, depth + 1) for each in part.args]
+    return True
+
+
 class _Reader:
     """Turns Python's tree of a text into an Expr, and counts its parts."""
 

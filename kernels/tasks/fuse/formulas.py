@@ -21,19 +21,6 @@ def substitute(tree: expr.Expr, arguments: Sequence[expr.Expr]) -> expr.Expr:
     return tree
 
 
-def is_readable(tree: expr.Expr) -> bool:
-    """Whether an expression has no more parts, and is no deeper, than one that somebody writes."""
-    left, num_parts = [(tree, 1)], 0
-    while left:
-        part, depth = left.pop()
-        num_parts += 1
-        if depth > expr.MAX_DEPTH or num_parts > expr.MAX_PARTS:
-            return False
-        if isinstance(part, expr.Call):
-            left += [(each, depth + 1) for each in part.args]
-    return True
-
-
 def canonical(tree: expr.Expr) -> expr.Expr:
     """The expression with the arguments of commutative functions in one order: the same bits."""
     if not isinstance(tree, expr.Call):

@@ -6,7 +6,7 @@ Next on the walk: products.py.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distmega.kernels.tasks.fuse.formulas import canonical, is_readable, substitute
+from distmega.kernels.tasks.fuse.formulas import canonical, substitute
 from distmega.kernels.tasks.fuse.state import Fusion, does_not_fuse, norm_of, num_reduced, out_of
 from distmega.kernels.tasks.fuse.types import Fused, FusedPointwise, InputNorm
 from distmega.program import expr
@@ -76,6 +76,6 @@ def formula_of(fusion: Fusion, op: Op, leaves: list[str], chain: list[Op]) -> ex
             leaves.append(name)
         arguments.append(expr.Arg(leaves.index(name)))
     formula = substitute(expr.parse(str(op.attr("expr"))), arguments)
-    if not is_readable(formula):
+    if not expr.within_limits(formula):
         raise does_not_fuse(op)
     return formula
