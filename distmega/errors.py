@@ -19,6 +19,11 @@ def argument(name: str) -> str:
     return f"{_MARK}{name}{_MARK}"
 
 
+def counted(count: int, noun: str) -> str:
+    """A count and what is counted, regular in the plural: 1 collective, 2 collectives."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 class DistmegaError(Exception):
     """Base of all errors raised on purpose; `distmega` exits with code 2 on a ValueError, 1 on a
     RuntimeError.

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from distmega.errors import counted
 from distmega.program.dtypes import item_bytes
 from distmega.program.kinds import kind_of
 from distmega.program.types import Tensor, accesses
@@ -91,11 +92,6 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             parts.append([number, number])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
-
-
-def counted(count: int, noun: str) -> str:
-    """A count and what is counted, regular in the plural: 1 collective, 2 collectives."""
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def format_bytes(count: float) -> str:

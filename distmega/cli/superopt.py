@@ -13,10 +13,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from distmega.errors import RequestError
+from distmega.errors import RequestError, counted
 from distmega.program.text import parse_program
 from distmega.program.types import Program
-from distmega.sharding.explain import counted
 from distmega.sharding.search.cost import Machine
 from distmega.superopt.optimize import Optimizer, Refusal
 from distmega.superopt.programs import FAMILIES, read_case

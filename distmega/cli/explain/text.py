@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from distmega.cli.explain.facts import ExplainReport, OpFacts, SegmentFacts, StageFacts, TensorFacts
 from distmega.cli.explain.fold import folded_text
-from distmega.sharding.explain import Groups, counted, format_bytes, format_us
+from distmega.errors import counted
+from distmega.sharding.explain import Groups, format_bytes, format_us
 
 Section = tuple[str, str]
 """Title and text."""
