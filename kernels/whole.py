@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from distmega.errors import UnsupportedError
+from distmega.errors import UnsupportedError, counted
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.comm.plain import Plain
 from distmega.hostir.ir.nodes import (
     Allocate,
     Deallocate,
+    ForLoop,
     HostProgram,
     LaunchMegakernel,
     LibraryOp,
     Node,
-    walk_nodes,
 )
 from distmega.hostir.lower.lower import REACHING_ALL, Localized, lower_program
 from distmega.hostir.passes.passes import run_passes
@@ -49,7 +49,7 @@ from distmega.kernels.runtime.stepping import TracedRunner
 from distmega.kernels.runtime.symmetric import Team
 from distmega.kernels.tasks.cost import segment_us
 from distmega.program.kinds import collective_kinds, kind_of, kinds
-from distmega.program.types import Op, Program, accesses, packed_strides
+from distmega.program.types import Op, Program, packed_strides, view_strides
 from distmega.program.types import Tensor as ProgramTensor
 from distmega.sharding.search.cost import CPU_DEVICE, H200_DEVICE
 from distmega.superopt.graph.cost import program_us
@@ -396,33 +396,58 @@ def _interpreted_us(program: Program) -> float:
 def _is_encodable(
     op: Op, tensors: Mapping[str, ProgramTensor], strides: Mapping[str, tuple[int, ...]]
 ) -> bool:
-    return not why_not_encodable(op, tensors, strides, most=MOST_INSTRUCTIONS)
+    return why_not_encodable(op, tensors, strides, most=MOST_INSTRUCTIONS) is None
 
 
 def _require_one_launch(host: HostProgram) -> None:
     others = [
         node
-        for node in walk_nodes(host.body)
+        for node in host.body
         if not isinstance(node, LaunchMegakernel | Allocate | Deallocate)
         and not (isinstance(node, LibraryOp) and node.op.is_view)
     ]
     if len(host.segments) == 1 and not others:
         return
-    done = sorted({*REACHING_ALL, *(kind.name for kind in kinds() if kind.in_megakernel)})
-    found = "views alone" if not others and not host.segments else f"{len(host.segments)} kernels"
+    found, expected = _what_is_no_launch(others, host)
     raise UnsupportedError(
-        f"{_describe(others[0], host) if others else found} in program {host.name!r}",
-        expected=f"ops of one megakernel: {', '.join(done)}",
-        remedy="leave out megakernel=True: library ops do the others",
+        f"{found} in program {host.name!r}",
+        expected=expected,
+        remedy="state it so, or leave out megakernel=True: library ops do the others",
     )
 
 
-def _describe(node: Node, host: HostProgram) -> str:
-    """A node that no megakernel does: the op, the extents of its axes, what is in the way."""
-    if not isinstance(node, LibraryOp):
-        return str(node)
-    op, tensors = node.op, host.buffer_map()
-    extents = ", ".join(f"{axis.name} {axis.extent}" for axis in op.axes)
-    known = all(access.tensor in tensors for access in accesses(op))
-    found = why_not_encodable(op, tensors, most=MOST_INSTRUCTIONS) if known else ""
-    return f"{found or f'op {op.name!r} of kind {op.kind}'} ({extents})"
+def _what_is_no_launch(others: Sequence[Node], host: HostProgram) -> tuple[str, str]:
+    """What keeps a program from one launch, and what would have been right. others: nodes of it
+    that no megakernel does.
+    """
+    loop = next((node for node in others if isinstance(node, ForLoop)), None)
+    if loop is not None:
+        found = f"a host loop of {counted(loop.extent, 'iteration')}"
+        return found, "a plan without host loops, whose layouts have no stream axis"
+    op = next((node.op for node in others if isinstance(node, LibraryOp)), None)
+    if op is not None and kind_of(op).in_megakernel:
+        refused = why_not_encodable(op, host.buffer_map(), _strides(host), most=MOST_INSTRUCTIONS)
+        if refused:
+            return f"{refused.found} ({_extents(op)})", refused.expected
+    done = sorted({*REACHING_ALL, *(kind.name for kind in kinds() if kind.in_megakernel)})
+    expected = f"ops of one megakernel: {', '.join(done)}"
+    if op is not None:
+        return f"op {op.name!r} of kind {op.kind}: no megakernel does it ({_extents(op)})", expected
+    if others:
+        return str(others[0]), expected
+    return "views alone" if not host.segments else f"{len(host.segments)} kernels", expected
+
+
+def _extents(op: Op) -> str:
+    return ", ".join(f"{axis.name} {axis.extent}" for axis in op.axes)
+
+
+def _strides(host: HostProgram) -> dict[str, tuple[int, ...]]:
+    """Of each buffer and view outside of loops, in elements."""
+    found = {buffer.name: packed_strides(buffer.shape) for buffer in host.buffers}
+    for node in host.body:
+        if isinstance(node, LibraryOp) and node.op.is_view:
+            steps = view_strides(node.op, found[node.op.reads[0].tensor])
+            assert steps is not None, f"{node.op.name} is no view"
+            found[node.op.writes[0].tensor] = steps
+    return found

@@ -9,7 +9,7 @@ has instructions at all; hostir keeps the others as library ops. Next on the wal
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from distmega.errors import ProgramError
+from distmega.errors import ProgramError, counted
 from distmega.kernels.isa.opcodes import Instruction, Nop
 from distmega.kernels.isa.rules import COMPUTE_RULES, Context, LoweringRule, all_axes
 from distmega.kernels.isa.rules_group import GROUP_RULES
@@ -44,14 +44,14 @@ def lower_group(
     if op.is_view:
         return [[Nop()] for _ in range(group.num_tasks)]
     if grouped_index(op) is not None:
-        raise unfit(op, "groups of rows, which tasks/groups.py restates")
+        raise unfit(op, "groups of rows", "rows, as which tasks/groups.py restates them")
     if op.kind in COPY_KINDS:
         context = _context(group, operands, all_axes(op), COPY_DIMS, mesh_axes, expression)
         return [
             list(copy_instructions(context, task)) or [Nop()] for task in range(group.num_tasks)
         ]
     if op.kind not in RULES:
-        raise unfit(op, "no instruction computes this kind")
+        raise unfit(op, "no instruction computes this kind", f"one of {', '.join(sorted(RULES))}")
     rule = RULES[op.kind]
     context = _context(group, operands, rule.classes(op), rule.limits, mesh_axes, expression)
     return [
@@ -72,7 +72,7 @@ def is_encodable(
     """Whether an op has instructions, and few enough to be worth a place in a megakernel. strides:
     of operands that may be views, in elements; the others are row-major.
     """
-    return not why_not_encodable(op, tensors, strides, most=MAX_INSTRUCTIONS)
+    return why_not_encodable(op, tensors, strides, most=MAX_INSTRUCTIONS) is None
 
 
 def why_not_encodable(
@@ -81,8 +81,8 @@ def why_not_encodable(
     strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     *,
     most: int,
-) -> str:
-    """Empty if an op has at most so many instructions, else what is in the way. strides: as in
+) -> ProgramError | None:
+    """None if an op has at most so many instructions, else what is in the way. strides: as in
     is_encodable.
     """
     mesh_axes = tuple(str(op.get(name, "")) for name in MESH_AXES)
@@ -96,8 +96,8 @@ def why_not_encodable(
             (instructions,) = lower_group(TaskGroup(op=one), operands, mesh_axes, 0)
             num += len(instructions)
     except ProgramError as error:
-        return error.found
-    return "" if num <= most else f"op {op.name!r} of kind {op.kind} takes {num} instructions"
+        return error
+    return None if num <= most else unfit(op, counted(num, "instruction"), f"at most {most}")
 
 
 def _context(

@@ -101,7 +101,11 @@ def _linear_classes(op: Op) -> dict[str, str]:
     for axis in op.axes:
         where = (axis.name in x, axis.name in w, axis.name in out)
         if where not in kinds:
-            raise unfit(op, f"axis {axis.name!r} is not a row, a column, a sum or a batch")
+            raise unfit(
+                op,
+                f"axis {axis.name!r} is not a row, a column, a sum or a batch",
+                "axes that the first or the second operand has",
+            )
         classes[axis.name] = kinds[where]
     return classes
 
@@ -110,7 +114,12 @@ def _linear(context: Context, part: IterationBox) -> Instruction:
     out, sums = len(context.operands) - 1, part.dims["k"]
     whole = math.prod(a.extent for a in context.op.axes if a.role == "reduce")
     if math.prod(part.lengths("k")) != whole:
-        raise unfit(context.op, f"sums that do not merge into {len(sums)} dims")
+        raise unfit(
+            context.op,
+            f"sums that do not merge into {len(sums)} dims",
+            f"at most {len(sums)} dims of sums, where dims that lie side by side in one order in"
+            " both operands are one",
+        )
     (m,), (n,), k = part.dims["m"], part.dims["n"], sums[-1]
     if k.length != whole or (out == 3 and m.strides[2] and m.length > 1):
         return opcodes.Contract(
@@ -184,7 +193,11 @@ def _reduce_classes(op: Op) -> dict[str, str]:
 
 def _reduce(context: Context, part: IterationBox) -> Instruction:
     if part.lengths("r") != (math.prod(a.extent for a in context.op.axes if a.role == "reduce"),):
-        raise unfit(context.op, "the reduced axes do not merge into one dim")
+        raise unfit(
+            context.op,
+            "the reduced axes do not merge into one dim",
+            "reduced axes that lie side by side in the operand",
+        )
     (outer, inner), (r,) = part.dims["i"], part.dims["r"]
     return opcodes.Reduce(
         x=context.ref(part, 0),
@@ -338,7 +351,7 @@ def _attention(context: Context, part: IterationBox) -> Instruction:
     op, geometry = context.op, context.geometry
     d, e, t = (op.axis(name).extent for name in "det")
     if any(axis in split.axes for split in geometry.group.splits for axis in "edt"):
-        raise unfit(op, "tasks split within a head or the context")
+        raise unfit(op, "tasks split within a head or the context", "tasks of whole heads")
     (m,), (h,), (g,) = part.dims["m"], part.dims["h"], part.dims["g"]
     heads, out = _caches_follow(context), len(op.reads)
     if heads < 0:
@@ -454,7 +467,11 @@ def _cutoff(context: Context, part: IterationBox) -> Instruction:
     (m,), (candidates,) = part.dims["m"], part.dims["v"]
     row = math.prod(axis.extent for axis in context.op.axes if axis.name not in "mij")
     if candidates.length != row:
-        raise unfit(context.op, "candidates of a row that do not merge into one dim")
+        raise unfit(
+            context.op,
+            "candidates of a row that do not merge into one dim",
+            "candidates that lie at equal steps",
+        )
     return opcodes.Cutoff(
         x=context.ref(part, 0),
         settings=context.ref(part, 1),

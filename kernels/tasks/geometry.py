@@ -192,11 +192,11 @@ def both(one: Clip, other: Clip) -> Clip:
     return dict(one) | {name: _narrow(values, one.get(name)) for name, values in other.items()}
 
 
-def unfit(op: Op, found: str) -> ProgramError:
-    """The error for an op that no instruction can express."""
+def unfit(op: Op, found: str, expected: str) -> ProgramError:
+    """The error for an op that no instruction can express; expected: of ops of its kind."""
     return ProgramError(
         f"op {op.name!r} of kind {op.kind}: {found}",
-        expected="an op that is_encodable accepts",
+        expected=expected,
         remedy="keep it outside megakernels, as a library op",
     )
 

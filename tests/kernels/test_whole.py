@@ -16,7 +16,7 @@ from distmega.kernels.machines import CPU, H200
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.layout.placements import Layout, replicate, shard
+from distmega.sharding.layout.placements import Layout, replicate, shard, stream
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from tests.hostir.threads import ThreadCommunicator, Wires
@@ -228,6 +228,59 @@ def test_what_no_kernel_does_is_named():
     program = p.build(p.transpose(p.input("x", (2, 8)), (1, 0), view=True))
     with pytest.raises(UnsupportedError, match="views alone in program 'shows'"):
         compiled(program, megakernel=True)
+
+
+def sums_in_two_orders() -> tuple[Program, dict[str, Layout]]:
+    p = ProgramBuilder("orders")
+    x, w = p.input("x", (6, 2, 3, 4, 5)), p.weight("w", (7, 5, 4, 3, 2))
+    return p.build(p.linear(x, w, spec="m a b c d, n d c b a -> m n", name="y")), {}
+
+
+def sums_of_a_view_with_gaps() -> tuple[Program, dict[str, Layout]]:
+    p = ProgramBuilder("gaps")
+    x = p.input("x", (3,) * 5).map("a0 + 1")
+    for dim in range(1, 5):
+        x = p.slice(x, dim, 0, 2, view=True)
+    w = p.weight("w", (2, 2, 2, 2, 7))
+    return p.build(p.linear(x, w, spec="m a b c d, a b c d n -> m n", name="y")), {}
+
+
+def long_walk() -> tuple[Program, dict[str, Layout]]:
+    """A product an element of b, which is walked."""
+    p = ProgramBuilder("walk")
+    x, w = p.input("x", (20000, 2, 3)), p.weight("w", (20000, 4, 3))
+    return p.build(p.linear(x, w, spec="b m k, b n k -> b m n", name="y")), {}
+
+
+def in_chunks() -> tuple[Program, dict[str, Layout]]:
+    return gated("a0 * a1", rows=4), {"x": stream(0, 2)}
+
+
+@pytest.mark.parametrize(
+    ("stated", "problem"),
+    [
+        (
+            sums_in_two_orders,
+            r"sums that do not merge into 3 dims \(.*; expected at most 3 dims of",
+        ),
+        (
+            sums_of_a_view_with_gaps,
+            "sums that do not merge into 3 dims .*; expected at most 3 dims",
+        ),
+        (
+            long_walk,
+            r"'y' of kind linear: 20000 instructions \(.*; expected at most 16384; state it",
+        ),
+        (in_chunks, "a host loop of 2 iterations in .*; expected a plan without host loops, whose"),
+    ],
+)
+def test_what_is_in_the_way_of_one_launch_is_what_the_message_expects_otherwise(stated, problem):
+    """The kinds that a megakernel does are no help where it does that kind, but not this op."""
+    program, marks = stated()
+    plan = plan_program(program, MESH, CPU, marks)
+    with pytest.raises(UnsupportedError, match=problem):
+        CompiledProgram(plan, SingleCommunicator(MESH), megakernel=True)
+    assert CompiledProgram(plan, SingleCommunicator(MESH)).stats.num_megakernels == 0
 
 
 def test_ranks_that_compile_otherwise_are_named_before_a_launch():
