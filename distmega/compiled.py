@@ -47,6 +47,7 @@ from distmega.kernels.ugraphs.geometry import pays
 from distmega.kernels.whole import WholePlan, open_whole, plan_whole
 from distmega.program import types as program
 from distmega.program.kinds import kind_of
+from distmega.program.ops.lookups import bounded_inputs, require_ids
 from distmega.sharding.localize import LocalProgram, localize, pair_for_library
 from distmega.sharding.planner import Plan
 from distmega.superopt.rewrite import FUSED_GRAPH, explain_op, rules_of_ops
@@ -182,7 +183,8 @@ class CompiledProgram:
         GPU. A state that is an output is the state itself.
 
         Raises ProgramError for a tensor that is missing or does not fit, and for states that are
-        void; RankFailure if a peer fails.
+        void; RequestError for ids on a CPU that a table has no row for; RankFailure if a peer
+        fails.
         """
         check_mapping(tensors)
         with self._guard:
@@ -539,6 +541,10 @@ class CompiledProgram:
         return frozenset(n for n, buffer in self._given.items() if buffer.role == "input")
 
     @cached_property
+    def _bounded(self) -> Mapping[str, int]:
+        return bounded_inputs(self.plan.program)
+
+    @cached_property
     def _shown(self) -> Mapping[str, list[str]]:
         """Inputs that outputs are, or are views of, and these outputs."""
         found, sources = defaultdict[str, list[str]](list), view_sources(self.host.body)
@@ -560,6 +566,11 @@ class CompiledProgram:
                 expected=f"{buffer.dtype}{list(buffer.shape)}",
                 remedy="pass every input, weight and state of this rank by name",
             )
+        self._check_ids(name, found)
+
+    def _check_ids(self, name: str, found: Tensor) -> None:
+        if name in self._bounded:
+            require_ids(found, self._bounded[name], name)
 
     def _check_apart(self, tensors: Mapping[str, Tensor]) -> None:
         """ProgramError for states of which an update would change others, or more of themselves."""
@@ -595,6 +606,7 @@ class CompiledProgram:
                 expected=f"{tensor.dtype}{list(tensor.shape)}, the whole tensor",
                 remedy="correct its shape, or convert it",
             )
+        self._check_ids(name, whole)
 
     def _check_view(self, name: str, found: Tensor, buffer: program.Tensor) -> None:
         if found.device != self.device:

@@ -258,7 +258,9 @@ class ProgramBuilder:
         return self._add(attention.attend(self._name(name, "attend"), *operands, scale, softcap))
 
     def gather(self, x: Handle, ids: Handle, dim: int, name: str = "") -> Handle:
-        """out[.., i, ..] = x[.., ids[.., i, ..], ..] along `dim`, of the shape of ids, integers."""
+        """out[.., i, ..] = x[.., ids[.., i, ..], ..] along `dim`, of the shape of ids, integers;
+        see ops/lookups.py for ids that x has no element for.
+        """
         name = self._name(name, "gather")
         return self._add(lookups.gather(name, self._own(x), self._own(ids), dim))
 
@@ -289,7 +291,10 @@ class ProgramBuilder:
         return tuple(Handle(self, tensor) for tensor in built[1])
 
     def embedding(self, ids: Handle, table: Handle, name: str = "") -> Handle:
-        """Rows of table [v, ..., d] at ids [m], integers: [m, ..., d], of the table's dtype."""
+        """Rows of table [v, ..., d] at ids [m], integers from 0 to v - 1: [m, ..., d], of the
+        table's dtype. RequestError for another id that is on a CPU; on a GPU nobody looks, and what
+        it looks up means nothing.
+        """
         return self._add(
             lookups.embedding(self._name(name, "embedding"), self._own(ids), self._own(table))
         )

@@ -291,7 +291,8 @@ class Attend:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
     """out[m, d] = table[ids[m] - coordinate[axis] * stride, d], zero where another rank holds the
-    row; extent: rows of all ranks.
+    row; extent: rows of all ranks, that of an id below 0 or from there on is refused on CPUs, zero
+    on GPUs.
     """
 
     ids: Ref
@@ -311,7 +312,7 @@ class Embedding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gather:
     """out[i...] = x[i..., ids[i...]] over four dims and the `num` elements, `stride` apart, of
-    which one is chosen.
+    which one is chosen; an id below 0 or from num on as that of an Embedding.
     """
 
     x: Ref

@@ -9,7 +9,7 @@ import torch
 from distmega.compiled import CompiledProgram, compile_plan
 from distmega.engine.ranks.agreement import require_equal
 from distmega.engine.ranks.context import RankContext
-from distmega.errors import LaunchError, ProgramError, RankFailure, UnsupportedError
+from distmega.errors import LaunchError, ProgramError, RankFailure, RequestError, UnsupportedError
 from distmega.hostir.comm.communicator import GlooCommunicator, SingleCommunicator
 from distmega.kernels import runners, whole
 from distmega.kernels.machines import CPU, H200
@@ -130,20 +130,46 @@ def test_a_call_with_an_index_out_of_range_leaves_the_program_usable():
     """Of two ops beside each other, only one had run when the index was met."""
     p = ProgramBuilder("looks")
     ids, table = p.input("ids", (3,), "i64"), p.weight("table", (7, 40))
-    x = p.embedding(ids, table)
+    x = p.embedding(ids.map("a0 - 1"), table)
     beside = p.linear(p.weight("v", (3, 8)), p.weight("u", (72, 8)))
     step = compiled(p.build(p.linear(x, p.weight("w", (72, 40))) * beside), megakernel=True)
     torch.manual_seed(0)
     given = {t.name: torch.randn(t.shape) for t in step.plan.program.with_role("weight")}
     for row in (6, 7, -1, 5):
-        call = {**given, "ids": torch.tensor([0, row, 3])}
+        call = {**given, "ids": torch.tensor([1, row + 1, 4])}
         if not 0 <= row < 7:
-            with pytest.raises(RankFailure, match="IndexError"):
+            with pytest.raises(RequestError, match=f"an id of {row} in a table of 7 rows"):
                 step(call)
             continue
         (found,) = step(call).values()
-        expected = given["table"][call["ids"]] @ given["w"].T * (given["v"] @ given["u"].T)
+        expected = given["table"][call["ids"] - 1] @ given["w"].T * (given["v"] @ given["u"].T)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("megakernel", [True, False])
+@pytest.mark.parametrize("looks", ["embedding", "gather", "reshaped"])
+def test_ids_that_no_row_has_are_refused_before_anything_runs(megakernel: bool, looks: str):
+    """They do not count from the end either."""
+    p = ProgramBuilder("looks")
+    total, table = p.state("total", (1,)), p.weight("table", (7, 4))
+    p.set(total.map("a0 + 1"), total)
+    if looks == "gather":
+        found = p.gather(table, p.input("ids", (2, 4), "i64"), 0)
+    elif looks == "reshaped":
+        found = p.embedding(p.reshape(p.input("ids", (2, 2), "i64"), (4,), view=True), table)
+    else:
+        found = p.embedding(p.input("ids", (4,), "i64"), table)
+    step = compiled(p.build(found, total), megakernel=megakernel)
+    weights = {"table": torch.randn(7, 4), "total": torch.zeros(1)}
+    ids = torch.full(step.plan.program.tensor_map()["ids"].shape, 6)
+    step({**weights, "ids": ids})
+    for row in (-1, 7):
+        ids[-1] = row
+        with pytest.raises(RequestError, match=f"an id of {row} in 'ids' .*7 rows; .* from 0 to 6"):
+            step.part("ids", ids)
+        with pytest.raises(RequestError, match=f"an id of {row} in 'ids' in a table of 7 rows"):
+            step({"ids": ids})
+    assert weights["total"].item() == 1
 
 
 @pytest.mark.parametrize("megakernel", [True, False])

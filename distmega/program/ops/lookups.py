@@ -1,16 +1,22 @@
 """Ops that pick elements by what the data say: embedding, gather and topk.
 
 As compute.py: names and tensors in, the Op and the tensors it writes out.
+
+Ids of embedding and gather are from 0 to one less than the rows or elements there are; none counts
+from the end. Those on a CPU are checked: RequestError for another, before a CompiledProgram runs if
+it is given them, else when the op runs. Nobody looks at those on a GPU, where what another looks up
+means nothing: library ops end in torch's assertion, kernels give zeros or whatever lies there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from distmega.errors import RequestError
+from distmega.errors import RequestError, counted
 from distmega.program.kinds import (
     Coordinate,
     OpKind,
     define,
+    kind_of,
     local_base,
     one_a_point,
     zero_in,
@@ -25,11 +31,16 @@ from distmega.program.ops.parts import (
     require_integers,
     whole_number,
 )
-from distmega.program.types import Axis, Op, Tensor
+from distmega.program.types import Axis, Op, Program, Tensor
+
+_IDS = {"embedding": 0, "gather": 1}
+"""Which operand holds them."""
 
 
 def embedding(name: str, ids: Tensor, table: Tensor) -> Built:
-    """Rows of table [v, ..., d] at ids [m]: a one-hot contraction over v, one row touched."""
+    """Rows of table [v, ..., d] at ids [m], 0 to v - 1: a one-hot contraction over v, one row
+    touched.
+    """
     if len(ids.shape) != 1 or len(table.shape) < 2:
         raise bad_op(name, f"ids {ids.shape}, table {table.shape}", "[m] and [v, ..., d]")
     require_integers(name, ids)
@@ -80,20 +91,56 @@ def topk(name: str, x: Tensor, num_top: int) -> Built:
     return make_op(name, "topk", axes, [access(x, *rows, "u")], writes), (value, chosen)
 
 
-def embedding_values(ids: Any, table: Any, base: int | None = None, extent: int = 0) -> Any:
-    """Rows of table [v, ..., d] at ids [m]; torch raises IndexError for an id outside.
-
-    base: the table holds the ids from there on, and the rows of others, which are below extent, are
-    zeros. RequestError for ids on a CPU that no rank has.
-    """
-    if base is None:
-        return table.index_select(0, ids)
-    if ids.is_cpu and not bool(((ids >= 0) & (ids < extent)).all()):
+def require_ids(ids: Any, num: int, whose: str = "") -> None:
+    """RequestError for ids on a CPU that aren't from 0 to num - 1. whose: where they came in."""
+    if not ids.is_cpu:
+        return
+    wrong = (ids < 0) | (ids >= num)
+    if bool(wrong.any()):
         raise RequestError(
-            f"an id of {int(ids[(ids < 0) | (ids >= extent)][0])} in a table of {extent} rows",
-            expected=f"ids from 0 to {extent - 1}",
+            f"an id of {int(ids[wrong][0])}{whose and f' in {whose!r}'} in a table of"
+            f" {counted(num, 'row')}",
+            expected=f"ids from 0 to {num - 1}",
             remedy="correct the ids",
         )
+
+
+def bounded_inputs(program: Program) -> dict[str, int]:
+    """Inputs of which every element is an id, as it is or under another shape, and below what all
+    are: the rows of the smallest table. Ids that come from a tensor that is updated are left out.
+    """
+    tensors, bounds = program.tensor_map(), dict[str, int]()
+    source = {tensor.name: tensor.name for tensor in program.with_role("input")}
+    made = {tensor.name for tensor in program.tensors if tensor.role in ("input", "weight")}
+    for op in program.ops:
+        if op.kind in _IDS:
+            name, num = source.get(op.reads[_IDS[op.kind]].tensor), op.axis("v").extent
+            if name:
+                bounds[name] = min(num, bounds.get(name, num))
+        written = [access.tensor for access in op.writes]
+        if not made.isdisjoint(written):
+            source.clear()
+        elif _keeps_all(op, tensors) and op.reads[0].tensor in source:
+            source[written[0]] = source[op.reads[0].tensor]
+        made.update(written)
+    return bounds
+
+
+def _keeps_all(op: Op, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the result has every element of the one operand, and no others."""
+    if len(op.reads) != 1 or not (op.is_view or kind_of(op).only_copies):
+        return False
+    return tensors[op.writes[0].tensor].num_elements >= tensors[op.reads[0].tensor].num_elements
+
+
+def embedding_values(ids: Any, table: Any, base: int | None = None, extent: int = 0) -> Any:
+    """Rows of table [v, ..., d] at ids [m]. base: the table holds the ids from there on, and the
+    rows of others, which are below extent, are zeros. RequestError as of require_ids.
+    """
+    if base is None:
+        require_ids(ids, table.shape[0])
+        return table.index_select(0, ids)
+    require_ids(ids, extent)
     local = ids - base
     mine = (local >= 0) & (local < table.shape[0])
     rows = table.index_select(0, local.clamp(0, table.shape[0] - 1))
@@ -109,7 +156,12 @@ def _embedding_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
 
 def _gather_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
     dim = int(str(op.attr("dim")))
-    return lambda x, ids: x.gather(dim, ids.long())
+
+    def run(x: Any, ids: Any) -> Any:
+        require_ids(ids, x.shape[dim])
+        return x.gather(dim, ids.long())
+
+    return run
 
 
 def _topk_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:

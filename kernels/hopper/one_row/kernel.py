@@ -178,12 +178,13 @@ def run_row_steps(
     there are some; and others: bf16 [k / 64, rows, 64]. cache_tiles: descriptor of memory.cache,
     bf16 [rows, head_dim]. queues, memory: see QueueMemory, RowMemory. max_instructions: of an SM,
     as many as queues.words has room for. num_generations: flags of a step. first_row_id,
-    first_position: of the first step, or -1 to go on from memory.state. best_words: the first
-    flagged word of the SMs' candidates for an id, num_sms: SMs that have one. peers: a tuple of
-    int64, the flagged words of all ranks, in memory that all can write; this rank is `team_rank` of
-    them, and the first of its logits is of id first_id. min_blocks: of 128 positions that a
-    split has, at least. eps: of norms; scale: of attention, times log2(e). trace: int64 [num_steps,
-    num_sms, max_instructions, STAMPS], nanoseconds, written by the kernel if spec.trace.
+    first_position: of the first step, or -1 to go on from memory.state; nobody looks whether the
+    table has the row. best_words: the first flagged word of the SMs' candidates for an id, num_sms:
+    SMs that have one. peers: a tuple of int64, the flagged words of all ranks, in memory that all
+    can write; this rank is `team_rank` of them, and the first of its logits is of id first_id.
+    min_blocks: of 128 positions that a split has, at least. eps: of norms; scale: of attention,
+    times log2(e). trace: int64 [num_steps, num_sms, max_instructions, STAMPS], nanoseconds, written
+    by the kernel if spec.trace.
 
     Addresses are sums of numbers, not of pointers: the compiler would keep the part of a pointer
     that is the same in all steps in registers of all tasks.

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distmega.errors import ProgramError, RankFailure
+from distmega.errors import ProgramError, RankFailure, RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import parse_host
@@ -164,11 +164,22 @@ def test_tensors_are_checked(wrong: torch.Tensor | list[float] | None, named: st
 
 
 def test_a_failing_node_is_named():
+    p = ProgramBuilder("append")
+    cache, x, at = p.state("cache", (1, 4, 2)), p.input("x", (1, 1, 2)), p.input("at", (1,), "i64")
+    p.kv_append(cache, x, at, name="more")
+    host = lowered(p.build(cache), megakernel=False)
+    given = {"cache": torch.zeros(1, 4, 2), "x": torch.zeros(1, 1, 2), "at": torch.tensor([7])}
+    with pytest.raises(RankFailure, match=r"node 0 \(more = kv_append.*rank 0 failed: IndexError"):
+        evaluator(host).run(given)
+
+
+def test_a_node_that_raises_an_error_of_ours_is_named_in_a_note():
     p = ProgramBuilder("lookup")
     ids, table = p.input("ids", (1,), "i64"), p.weight("table", (4, 2))
     host = lowered(p.build(p.embedding(ids, table, name="row")), megakernel=False)
-    with pytest.raises(RankFailure, match=r"node 1 \(row = embedding.*rank 0 failed: IndexError"):
+    with pytest.raises(RequestError, match="an id of 7 in a table of 4 rows") as error:
         evaluator(host).run({"ids": torch.tensor([7]), "table": torch.zeros(4, 2)})
+    assert "node 1 (row = embedding" in error.value.__notes__[0]
 
 
 def test_a_failure_in_a_loop_names_the_inner_node():

@@ -356,9 +356,9 @@ def embed_task(
 ):
     """This SM's columns of the row that comes in for every sequence: number `ids` of a table.
 
-    words: of the instruction. ids: int32 [ROWS], in registers. peers: as of run_batch_steps. flag:
-    of what ranks exchange in this instruction. Writes memory.acts, .numbers and .sums and, where
-    ranks share the table, their events.
+    words: of the instruction. ids: int32 [ROWS], in registers, of rows that the table has: nobody
+    looks. peers: as of run_batch_steps. flag: of what ranks exchange in this instruction. Writes
+    memory.acts, .numbers and .sums and, where ranks share the table, their events.
     """
     row_id = gl.expand_dims(spread(ids, ROWS), 0).to(gl.int64)
     if field(EPILOGUES, ENTRY, "summed"):

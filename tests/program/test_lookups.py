@@ -1,0 +1,40 @@
+"""Which inputs of a program are ids through and through, and below what they are."""
+
+from collections.abc import Callable
+
+import pytest
+
+from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.ops.lookups import bounded_inputs
+
+Use = Callable[[ProgramBuilder, Handle, Handle], Handle]
+
+
+def overwritten(p: ProgramBuilder, ids: Handle, table: Handle) -> Handle:
+    """Other ids are looked up than those that came in."""
+    copied = p.set(ids)
+    view = p.reshape(copied, (2, 3), view=True)
+    p.set(view.map("a0 - 100"), into=view)
+    return p.embedding(copied, table)
+
+
+USES: list[tuple[Use, dict[str, int]]] = [
+    (lambda p, ids, table: p.embedding(ids, table), {"ids": 9}),
+    (lambda p, ids, table: p.embedding(p.reshape(p.reshape(ids, (3, 2)), (6,)), table), {"ids": 9}),
+    (lambda p, ids, table: p.embedding(p.set(ids, into=p.state("kept", (6,), "i64")), table),
+     {"ids": 9}),
+    (lambda p, ids, table: p.gather(table, p.expand(p.reshape(ids, (6, 1)), (6, 4)), 0),
+     {"ids": 9}),
+    (lambda p, ids, table: p.embedding(ids, table) + p.embedding(ids, p.weight("few", (5, 4))),
+     {"ids": 5}),
+    (lambda p, ids, table: p.embedding(p.slice(ids, 0, 0, 3), table), {}),
+    (lambda p, ids, table: p.embedding(ids.map("a0 - 1"), table), {}),
+    (overwritten, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("use", "bounds"), USES)
+def test_inputs_are_bounded_where_each_element_is_looked_up(use: Use, bounds: dict[str, int]):
+    p = ProgramBuilder("looks")
+    ids, table = p.input("ids", (6,), "i64"), p.weight("table", (9, 4))
+    assert bounded_inputs(p.build(use(p, ids, table))) == bounds
