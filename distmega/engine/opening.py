@@ -24,7 +24,7 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import parse_host, print_host
-from distmega.hostir.lower.join_products import SPAN
+from distmega.hostir.lower.join_products import first_covered
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.library.device_ops import KernelOps
@@ -70,12 +70,17 @@ class Arenas:
     def joined_weights(self, host: HostProgram) -> dict[str, Tensor]:
         """Weights of a program that cover several of the arena's (join_products.py)."""
         layout = self.plan.weights
-        return {
-            buffer.name: spanning_view(layout, self.weights, buffer, buffer.name.split(SPAN)[0])
+        joined = [
+            buffer
             for buffer in host.buffers
             if buffer.role == "weight"
             and buffer.name not in layout.tensors
             and not buffer.name.startswith(KNOWN)
+        ]
+        firsts = [first_covered(buffer.name, layout.tensors) for buffer in joined]
+        return {
+            buffer.name: spanning_view(layout, self.weights, buffer, first)
+            for buffer, first in zip(joined, firsts, strict=True)
         }
 
 

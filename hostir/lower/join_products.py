@@ -7,7 +7,7 @@ gather may run beside the product, as the cost model says. Used by distmega/engi
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from distmega.program.ops.parts import axis_names, make_op
@@ -23,7 +23,15 @@ from distmega.sharding.overlap.pairs import (
 from distmega.sharding.search.cost import Machine
 
 SPAN = "@"
-"""Between the names of the first and the last weight that a joined one covers."""
+"""Between the names of the first and the last weight that a joined one covers. Weights that are
+computed of others have it in their own names.
+"""
+
+
+def first_covered(name: str, weights: Container[str]) -> str:
+    """The first of the weights that the joined weight `name` covers."""
+    places = (place for place, letter in enumerate(name) if letter == SPAN)
+    return next(name[:at] for at in places if name[:at] in weights and name[at + 1 :] in weights)
 
 
 def join_products(

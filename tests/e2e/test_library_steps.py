@@ -14,7 +14,7 @@ from distmega.engine.requests import EngineOptions
 from distmega.errors import RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.ir.nodes import LibraryOp
-from distmega.hostir.lower.join_products import SPAN
+from distmega.hostir.lower.join_products import first_covered
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import H200
@@ -58,7 +58,7 @@ def opened() -> tuple[Evaluator, dict[str, Tensor]]:
     host = lower_library_decode(plan)
     for buffer in host.buffers:
         if buffer.role == "weight" and buffer.name not in given:
-            first = buffer.name.split(SPAN)[0]
+            first = first_covered(buffer.name, plan.weights.tensors)
             given[buffer.name] = spanning_view(plan.weights, weights, buffer, first)
     comm = SingleCommunicator(host.mesh)
     return Evaluator(host, comm, {}, ops=KernelOps(masked=True, rules=plan.staged.rules)), given

@@ -37,6 +37,7 @@ def save_model(folder: Path, name: str) -> nn.Module:
     "name",
     [
         "gpt2",
+        "phi3",
         *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma2", "falcon-alibi")),
     ],
 )
