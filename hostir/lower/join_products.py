@@ -30,8 +30,8 @@ computed of others have it in their own names.
 
 def first_covered(name: str, weights: Container[str]) -> str:
     """The first of the weights that the joined weight `name` covers."""
-    places = (place for place, letter in enumerate(name) if letter == SPAN)
-    return next(name[:at] for at in places if name[:at] in weights and name[at + 1 :] in weights)
+    signs = (at for at, letter in enumerate(name) if letter == SPAN)
+    return next(name[:at] for at in signs if name[:at] in weights and name[at + 1 :] in weights)
 
 
 def join_products(
