@@ -38,7 +38,11 @@ def save_model(folder: Path, name: str) -> nn.Module:
     [
         "gpt2",
         "phi3",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma2", "falcon-alibi")),
+        "gpt_neox",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("gemma2", "falcon-alibi", "granitemoe", "phimoe")
+        ),
     ],
 )
 def test_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path):

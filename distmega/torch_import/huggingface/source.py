@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import CONFIG_MAPPING, AutoConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from distmega.errors import CaptureError, ModelError
 from distmega.models.fields import read_json
@@ -173,6 +175,21 @@ class Readers(Mapping[str, Any]):
         return len(list(iter(self)))
 
 
+def _names_in_files(model: torch.nn.Module, arrays: Mapping[str, Any]) -> dict[str, str]:
+    """Name of a tensor, as the files have it or as transformers changes it for the class -> its
+    name in the files. Classes call some weights otherwise than their published files do.
+    """
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    changed: dict[str, str] = {}
+    for name in arrays:
+        new = name
+        for renaming in renamings:
+            new, _ = renaming.rename_source_key(new)
+        changed[new] = name
+    return changed | {name: name for name in arrays}
+
+
 def _stored(arrays: Mapping[str, Any], name: str) -> _Stored | None:
     """A tensor of the files, in a type that is read; None where they have none."""
     array = arrays.get(name)
@@ -190,6 +207,7 @@ def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
     buffers = {n: x for n, x in model.state_dict().items() if n in dict(model.named_buffers())}
     held = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    in_files = _names_in_files(model, arrays)
     same: dict[int, list[str]] = {}
     for name, tensor in held.items():
         same.setdefault(id(tensor), []).append(name)
@@ -198,12 +216,14 @@ def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
     for name, tensor in held.items():
         names = [name, *same[id(tensor)]]
         names += [each.removeprefix(prefix) for each in names]
-        found = next((each for each in names if each in arrays), None)
+        found = next((in_files[each] for each in names if each in in_files), None)
         if found is None and name in buffers:
             stored[name] = _Known(tensor=tensor)
             continue
         if found is None:
-            experts = _find_experts(name, tuple(tensor.shape), lambda each: _stored(arrays, each))
+            experts = _find_experts(
+                name, tuple(tensor.shape), lambda each: _stored(arrays, in_files.get(each, each))
+            )
             if experts is None:
                 missing.append(name)
             else:
