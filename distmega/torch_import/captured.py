@@ -340,7 +340,8 @@ def _require_inputs_apart(
     """
     given = tuple(args), dict(kwargs)
     flat = pytree.tree_leaves(given)
-    if not overlap(x for x in flat if isinstance(x, Tensor) and x.layout is torch.strided):
+    tensors = (x for x in flat if isinstance(x, Tensor) and not x.is_nested)
+    if not overlap(x for x in tensors if x.layout is torch.strided):
         return
     own = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
     try:

@@ -416,6 +416,11 @@ def _quantized(x: Tensor) -> Tensor:
     ("function", "message"),
     [
         (torch.Tensor.to_sparse, r"a sparse_coo tensor, in aten\._to_sparse\.default at {line};"),
+        (lambda x: torch.eye(2).to_sparse() @ x, r"a constant of .* is a sparse_coo .* at {here}"),
+        (
+            lambda x: torch.eye(2).to_sparse_csr() @ x,
+            r"a constant of .* is a sparse_csr .* at {here}",
+        ),
         (lambda x: x + 1 if x.sum() > 0 else x, "Outer at {here}.*: its control flow"),
         (lambda x: x @ torch.ones(5, 2), "Outer at {here}.*: torch.export refused it"),
         (lambda x: nn.functional.linear(x, torch.ones(2, 3).half()), r"aten\.linear .* at {here}"),
@@ -427,6 +432,13 @@ def test_errors_name_the_line_of_the_module_s_source(function, message: str):
     places = {"line": re.escape(f"{__file__}:{line}"), "here": re.escape(f"{__file__}:")}
     with pytest.raises(CaptureError, match=message.format(**places)):
         distmega.capture(Outer(function), (torch.ones(2, 3),))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_input_is_refused_with_what_torch_export_says():
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    with pytest.raises(CaptureError, match=r"torch\.export refused it"):
+        distmega.capture(Inner(lambda x: 2 * x), (nested,))
 
 
 @dataclass

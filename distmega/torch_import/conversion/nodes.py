@@ -20,7 +20,7 @@ from distmega.hostir.library.opaque_text import operator_name
 from distmega.hostir.library.torch_types import dtype_name
 from distmega.torch_import.conversion.regions import CHECKS, NUMBERS, has_open_shape
 from distmega.torch_import.operators import EXPRESSIONS
-from distmega.torch_import.operators.build import NodeResult
+from distmega.torch_import.operators.build import NodeResult, require_dense
 from distmega.torch_import.operators.values import Value
 from distmega.torch_import.source_lines import line_of_node
 
@@ -117,12 +117,7 @@ def node_results(node: fx.Node) -> list[NodeResult]:
 
 def tensor_result(value: torch.Tensor, name: str) -> NodeResult:
     """Shape and type. CaptureError for a shape that isn't known, and for a sparse tensor."""
-    if value.layout is not torch.strided:
-        raise CaptureError(
-            f"{name} is a {str(value.layout).removeprefix('torch.')} tensor",
-            expected="dense tensors",
-            remedy="use to_dense() before, or keep this part out of what is captured",
-        )
+    require_dense(value, name)
     if not all(type(extent) is int for extent in value.shape):
         raise CaptureError(
             f"{name} has the shape {tuple(value.shape)}",

@@ -83,8 +83,9 @@ class Build:
 
     def constant(self, tensor: torch.Tensor) -> Handle:
         """A weight that holds a known tensor, named by what it holds, so that programs can share
-        it; one number is stored once.
+        it; one number is stored once. CaptureError for a sparse one.
         """
+        require_dense(tensor, f"a constant of {self.base}")
         shape = tuple(tensor.shape)
         number = uniform_value(Constant(tensor))
         if number is not None and tensor.numel() > 1:
@@ -253,6 +254,16 @@ def number_text(number: float | int | bool) -> str:
     if number == -math.inf:
         return "log(0)"
     return f"({float(number)!r})"
+
+
+def require_dense(tensor: torch.Tensor, name: str) -> None:
+    """CaptureError for a sparse tensor."""
+    if tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"{name} is a {str(tensor.layout).removeprefix('torch.')} tensor",
+            expected="dense tensors",
+            remedy="use to_dense() before, or keep this part out of what is captured",
+        )
 
 
 def require_dtype(dtype: str, where: str) -> str:

@@ -92,6 +92,8 @@ def uniform_value(value: Value) -> float | int | bool | None:
     if not isinstance(value, Constant) or value.tensor.is_complex():
         return None
     tensor = value.tensor
+    if tensor.layout is not torch.strided:
+        return None
     if tensor.numel() == 0 or (
         tensor.numel() > 1 and not bool((tensor == tensor.flatten()[0]).all())
     ):
