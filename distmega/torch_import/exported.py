@@ -8,10 +8,12 @@ then conversion/converter.py.
 import re
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._export.utils as export_utils
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -87,7 +89,8 @@ def _exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     def export(strict: bool) -> ExportedProgram:
         found = torch.export.export(module, tuple(args), dict(kwargs), strict=strict)
-        functional: ExportedProgram = found.run_decompositions(decompositions())
+        with _operators_listed():
+            functional: ExportedProgram = found.run_decompositions(decompositions())
         return functional
 
     try:
@@ -105,6 +108,25 @@ def _asks_for_values(error: Exception) -> bool:
     """Whether torch.export refused a module since it has shapes alone."""
     kind = type(error).__name__
     return "data-dependent" in str(error) or "DataDependent" in kind or "DynamicOutput" in kind
+
+
+@contextmanager
+def _operators_listed() -> Iterator[None]:
+    """Torch asks its dispatcher for composite operators once, not twice for each of its namespaces,
+    which is a third of the time that a small module takes. None is added in between. A torch that
+    asks by another function asks as often as it does.
+    """
+    name = "_materialize_cpp_cia_ops"
+    listing: Callable[[], None] | None = getattr(export_utils, name, None)
+    if listing is None:
+        yield
+        return
+    listing()
+    setattr(export_utils, name, lambda: None)
+    try:
+        yield
+    finally:
+        setattr(export_utils, name, listing)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
