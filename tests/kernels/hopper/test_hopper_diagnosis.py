@@ -11,10 +11,9 @@ from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import RowAttention, RowLinear
 from distmega.kernels.runtime.report import Report, read_report
 from distmega.models.presets import PRESETS
-from distmega.models.sampling import Method
 from tests.kernels.hopper.batch_plan.test_batch_queues import queues_of as batch_queues_of
 from tests.kernels.hopper.row_plan.test_hopper_queues import linears, queues_of
-from tests.kernels.hopper.row_plan.test_hopper_sampling import odd_queues
+from tests.kernels.hopper.row_plan.test_hopper_sampling import PLAIN, SEARCHED, odd_queues
 from tests.kernels.hopper.row_plan.test_hopper_team import team_queues
 
 LAYERS = 8
@@ -48,7 +47,7 @@ def test_report_of_the_device():
 
 def test_buffers_lie_in_the_order_of_dataflow():
     """So the least (tag, word) of a report is the wait on which the others hang."""
-    for queues in (QUEUES, *team_queues("smollm2-135m", 2), *SAMPLING_KERNEL):
+    for queues in (QUEUES, *team_queues("smollm2-135m", 2), *odd_queues(SEARCHED, 2)):
         names = [buffer.name for buffer in queues.buffers if buffer.num_words]
         order = ["embedded", "qkv", "partial", "attended", "parts of h", "h", "ffn", "parts of x"]
         order += ["x", "logits", "sample", "best"]
@@ -130,9 +129,6 @@ def test_the_rank_that_owes_a_part_is_named():
     assert "owed by rank 1, SM 5, instruction" in error.remedy
 
 
-SAMPLING_KERNEL = odd_queues(Method(kind="limited"), 2)
-
-
 def explain_sampling(name: str, offset: int, sm: int, queues: RowQueues) -> HangError:
     """Rank 1's error, of the only layer's tag."""
     report = Report(last=sm, word=first_word(name, queues) + offset, flag=1)
@@ -142,7 +138,7 @@ def explain_sampling(name: str, offset: int, sm: int, queues: RowQueues) -> Hang
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_rank_that_owes_logits_is_named(rank: int):
     """504 words of each rank, of which 502 and 501 are tokens: units of 8 rows an SM."""
-    mine = SAMPLING_KERNEL[1]
+    mine = odd_queues(SEARCHED, 2)[1]
     slot = 504 * rank + 40
     sm = next(
         sm for sm, queue in enumerate(mine.queues) if queue[-1].row0 <= slot < queue[-1].num_rows
@@ -158,15 +154,15 @@ def test_the_rank_that_owes_logits_is_named(rank: int):
 
 
 def test_the_sm_that_owes_a_number_or_a_candidate_of_a_draw_is_named():
-    error = explain_sampling("sample", 3 * 512 + 2 * 31 + 1, 4, SAMPLING_KERNEL[1])
+    error = explain_sampling("sample", 3 * 512 + 2 * 31 + 1, 4, odd_queues(SEARCHED, 2)[1])
     assert "SM 4 (instruction" in error.found
     assert "next, slots" in error.found
     assert "owed by rank 1, SM 31, instruction" in error.remedy
-    error = explain_sampling("best", 2 * 31, 4, SAMPLING_KERNEL[1])
+    error = explain_sampling("best", 2 * 31, 4, odd_queues(SEARCHED, 2)[1])
     assert "SM 4 (the choice of the next id)" in error.found
     assert "owed by rank 1, SM 31, instruction" in error.remedy
     assert "next, slots" in error.remedy
-    plain = odd_queues(Method(kind="plain"), 2)[1]
+    plain = odd_queues(PLAIN, 2)[1]
     error = explain_sampling("best", 2 * 31, 4, plain)
     assert "owed by rank 0, SM 31, instruction" in error.remedy
     assert "next, rows" in error.remedy

@@ -3,6 +3,7 @@ have test_batch_sampling.py.
 """
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -95,17 +96,18 @@ def samples(queues: RowQueues) -> list[RowSample]:
     return [one for one in found if isinstance(one, RowSample)]
 
 
-def odd_queues(method: Method, tp: int) -> list[RowQueues]:
+@cache
+def odd_queues(method: Method, tp: int) -> tuple[RowQueues, ...]:
     """Of ranks whose rows are no whole units, the last of which has padding."""
     config = replace(PRESETS["llama-3.2-1b"], num_layers=1, vocab=1003)
     options, mesh = EngineOptions(max_context=256), model_mesh(tp, 1)
     plan = plan_decode(config, mesh, H200, options, method=method)
     lowered = lower_decode(config, plan, options, peer_memory=True, method=method)
     (segment,) = lowered.host.segments
-    return [
+    return tuple(
         build_queues(segment, lowered.weights, lowered.states, 100, team_rank)
         for team_rank in range(tp)
-    ]
+    )
 
 
 @pytest.mark.parametrize("tp", [2, 4])
