@@ -108,7 +108,8 @@ def evaluate_all(
     """New tensors with the value of each expression, of the operands' common shape, in `dtypes` or
     else the type of args[0].
     """
-    shape = torch.broadcast_shapes(*(x.shape for x in args))  # type: ignore[no-untyped-call]
+    # torch.broadcast_shapes would import sympy, which takes a rank half a second
+    shape = torch.broadcast_tensors(*args)[0].shape  # type: ignore[no-untyped-call]
     if dtypes is None:
         results = [pointwise(tree, args) for tree in exprs]
     else:

@@ -92,10 +92,13 @@ def test_the_docs_list_the_public_names():
 
 
 def test_an_engine_starts_without_what_it_may_not_need():
-    """Packages for files of one format, and torch's peer memory."""
+    """Packages for files of one format, torch's peer memory, and what formulas of torch import."""
     program = (
-        "import sys, distmega.engine.engine; "
-        "late = {'gguf', 'yaml', 'torch.distributed._symmetric_memory'}; "
+        "import sys, torch, distmega.engine.engine\n"
+        "from distmega.hostir.library.pointwise import evaluate_all\n"
+        "from distmega.program.expr import parse\n"
+        "evaluate_all([parse('silu(a0) * a1')], [torch.ones(2, 1), torch.ones(3)], None)\n"
+        "late = {'gguf', 'yaml', 'sympy', 'torch.distributed._symmetric_memory'}\n"
         "assert not late & set(sys.modules), late & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
