@@ -55,6 +55,20 @@ def test_slices_of_quantised_weights(tmp_path: Path, kind: gguf.GGMLQuantization
             np.testing.assert_array_equal(reader.read(part), values[part], err_msg=f"{name} {part}")
 
 
+@pytest.mark.parametrize("kind", [KINDS.F32, KINDS.F16, KINDS.Q8_0])
+def test_what_is_read_may_be_written_and_the_file_stays(
+    tmp_path: Path, kind: gguf.GGMLQuantizationType
+):
+    write_gguf(tmp_path / "m.gguf", QUANTISABLE, kind=kind)
+    file = open_gguf(tmp_path / "m.gguf")
+    for name, tensor in file.tensors.items():
+        whole = tuple((0, extent) for extent in tensor.shape)
+        first = file.read(tensor, whole)
+        kept = first.copy()
+        first += 1
+        np.testing.assert_array_equal(file.read(tensor, whole), kept, err_msg=name)
+
+
 def test_container_agrees_with_the_package(tiny: Path):
     ours, theirs = open_gguf(tiny), gguf.GGUFReader(tiny)
     for key, value in ours.metadata.data.items():

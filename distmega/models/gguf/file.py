@@ -92,7 +92,8 @@ class GgufFile:
         lines = self.data[tensor.offset : tensor.stop].reshape(tensor.num_rows, tensor.row_bytes)
         box = np.ascontiguousarray(lines[slice(*rows), first * block_bytes : last * block_bytes])
         values = _dequantize(box, tensor.kind)[:, start - first * block : stop - first * block]
-        return values.astype(np.float32).reshape([upper - lower for lower, upper in ranges])
+        own: Array = np.require(values, np.float32, ("C", "W"))  # no part of the mapped file
+        return own.reshape([upper - lower for lower, upper in ranges])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
