@@ -7,7 +7,7 @@ capture or none does: `capture_on_ranks`.
 """
 
 import atexit
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from weakref import WeakSet, WeakValueDictionary
 
@@ -108,31 +108,40 @@ class CapturedHost:
         Every rank of the mesh captures at the same point of its program. ProgramError for what
         can't be captured.
         """
-        host = evaluator.host
-        problems = [*evaluator.graph_breaks, *tensor_breaks(host, evaluator.device, tensors)]
-        if problems:
-            raise ProgramError(
-                f"host program {host.name!r}: {problems[0]}",
-                expected="nodes that only queue work on the GPU, the same each time",
-                remedy="run it without capture",
-            )
+        _require_capturable(evaluator, tensors)
+        buffers = evaluator.host.buffers
         self._given, self._matmuls = dict(tensors), evaluator.matmuls
-        inputs = [b.name for b in host.buffers if b.role == "input" and b.name in tensors]
+        inputs = [b.name for b in buffers if b.role == "input" and b.name in tensors]
         self._inputs = {name: tensors[name].detach() for name in inputs}
         """Where the graph reads them, though their owner may point those tensors elsewhere."""
         self._memory = memory or GraphMemory()
-        states = {b.name for b in host.buffers if b.role == "state"} if copy_states else set()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        states = {b.name for b in buffers if b.role == "state"} if copy_states else set()
+        self._warm_up(evaluator, side, states)
+        self._graph = torch.cuda.CUDAGraph()
+        self._outputs = self._capture(evaluator, side)
+        kept = self._given.keys() - self._inputs.keys()
+        self._made = {n: x for n, x in self._outputs.items() if n not in kept}
+        _ALIVE.add(self)
+
+    def _warm_up(
+        self, evaluator: Evaluator, side: torch.cuda.Stream, copied: Collection[str]
+    ) -> None:
+        """Runs the program on a stream of its own, to its end. copied: tensors that these runs may
+        not change.
+        """
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            warm = {n: x.clone() if n in states else x for n, x in self._given.items()}
+            warm = {n: x.clone() if n in copied else x for n, x in self._given.items()}
             for _ in range(NUM_WARM_UPS):
                 evaluator.run(warm)
             self._matmuls.settle()
             del warm
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
+
+    def _capture(self, evaluator: Evaluator, side: torch.cuda.Stream) -> dict[str, Tensor]:
+        """Captures a run into the graph; its outputs, which each replay overwrites."""
         try:
             with (
                 _own_workspaces(),
@@ -141,14 +150,12 @@ class CapturedHost:
                     self._graph, self._memory.pool, side, capture_error_mode="thread_local"
                 ),
             ):
-                self._outputs = evaluator.run(self._given)
+                outputs = evaluator.run(self._given)
                 self._matmuls.settle()
         except BaseException:
             self._matmuls.rewind()
             raise
-        kept = self._given.keys() - self._inputs.keys()
-        self._made = {n: x for n, x in self._outputs.items() if n not in kept}
-        _ALIVE.add(self)
+        return outputs
 
     def run(self, inputs: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
         """Outputs by name, overwritten by the next run unless copied; weights and states that it
@@ -186,6 +193,17 @@ class CapturedHost:
     def release(self) -> None:
         """Frees the graph; there are no more runs."""
         self._graph.reset()
+
+
+def _require_capturable(evaluator: Evaluator, tensors: Mapping[str, Tensor]) -> None:
+    host = evaluator.host
+    problems = [*evaluator.graph_breaks, *tensor_breaks(host, evaluator.device, tensors)]
+    if problems:
+        raise ProgramError(
+            f"host program {host.name!r}: {problems[0]}",
+            expected="nodes that only queue work on the GPU, the same each time",
+            remedy="run it without capture",
+        )
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
