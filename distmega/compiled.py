@@ -22,7 +22,7 @@ from distmega.engine.ranks.agreement import on_all_ranks, require_equal
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
 from distmega.engine.ranks.devices import find_device
-from distmega.errors import HangError, ProgramError, RankFailure, UnsupportedError
+from distmega.errors import HangError, ProgramError, RankFailure, UnsupportedError, counted
 from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import Communicator, TeamCommunicator
 from distmega.hostir.comm.nccl import NcclCommunicator
@@ -403,7 +403,8 @@ class CompiledProgram:
         if self._whole:
             whole = self._whole
             lines.append(
-                f"one megakernel a rank of {whole.num_tasks} tasks, {whole.num_events} events"
+                f"one megakernel a rank of {counted(whole.num_tasks, 'task')},"
+                f" {counted(whole.num_events, 'event')}"
             )
             if self._copied_states:
                 lines.append("states are copied to it and back in each call; not with warm=True")

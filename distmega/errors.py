@@ -20,8 +20,9 @@ def argument(name: str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A count and what is counted, regular in the plural: 1 collective, 2 collectives."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+    """A count and what is counted, regular in the plural: 1 rank, 2 processes."""
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count} {noun}{ending}"
 
 
 class DistmegaError(Exception):

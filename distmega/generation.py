@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from distmega.engine.decode_plan import model_mesh, num_stages_of, plan_decode
 from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateResult, Token
-from distmega.errors import RequestError
+from distmega.errors import RequestError, counted
 from distmega.kernels.machines import CPU
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import choose_device, choose_launcher, launch, require_gpus
@@ -85,7 +85,8 @@ def check_model(
         and num_bytes > (most := memory_bytes())
     ):
         raise RequestError(
-            f"{num_bytes / 1e9:.1f} GB for the weights and caches of {mesh.num_ranks} ranks",
+            f"{num_bytes / 1e9:.1f} GB for the weights and caches of"
+            f" {counted(mesh.num_ranks, 'rank')}",
             expected=f"at most the {most / 1e9:.1f} GB of this machine",
             remedy="use GPUs, a smaller model, a smaller batch or a shorter context",
         )

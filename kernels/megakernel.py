@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from distmega.errors import counted
 from distmega.kernels.isa.encoder import encode
 from distmega.kernels.isa.encoding import Encoded
 from distmega.kernels.runtime.arena import PEER_BUFFERS, ArenaLayout, SegmentLayout, layout_segment
@@ -87,10 +88,12 @@ class Megakernel:
         )
         stages = ", ".join(f"{name} {us / 1000:.0f} ms" for name, us in self.stages_us)
         lines = [
-            f"megakernel {self.name}: {len(self.schedule.queues)} SMs on {graph.team_size} ranks",
+            f"megakernel {self.name}: {counted(len(self.schedule.queues), 'SM')} on"
+            f" {counted(graph.team_size, 'rank')}",
             f"  ops          {len(self.segment.ops)}: {_counts(kinds)}",
-            f"  tasks        {len(queues)} in {self.encoded.lengths.sum()} records",
-            f"  events       {self.schedule.num_events}, {num_waits} waits, {num_signals} signals",
+            f"  tasks        {len(queues)} in {counted(int(self.encoded.lengths.sum()), 'record')}",
+            f"  events       {self.schedule.num_events}, {counted(num_waits, 'wait')},"
+            f" {counted(num_signals, 'signal')}",
             f"  collectives  {_counts(collectives) or 'none'}",
             *(f"  {name:<12} {num_bytes} bytes a rank" for name, num_bytes in arenas.items()),
             f"  queues       {self.encoded.queues.nbytes} bytes",

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distmega.errors import UnsupportedError
+from distmega.errors import UnsupportedError, counted
 from distmega.kernels import late
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH
@@ -77,7 +77,7 @@ def plan_hopper(
     queues: Queues = several() if count_rows(segment) > 1 else first_that_can(one, several)
     if queues.num_ranks != num_ranks:
         raise UnsupportedError(
-            f"a segment of {queues.num_ranks} ranks on {num_ranks}",
+            f"a segment of {counted(queues.num_ranks, 'rank')} on {num_ranks}",
             expected="as many ranks as the segment was planned for",
             remedy="plan and run with the same mesh",
         )

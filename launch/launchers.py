@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from distmega.engine.ranks.context import DeviceKind, Emit, ProgressReport, RankContext
 from distmega.env import MAX_SECONDS, read_settings
-from distmega.errors import LaunchError, RankFailure, RequestError, argument
+from distmega.errors import LaunchError, RankFailure, RequestError, argument, counted
 from distmega.launch import late
 from distmega.launch.contract import (
     PASSIVE,
@@ -124,7 +124,8 @@ def require_gpus(options: LauncherOptions, num_ranks: int) -> None:
         return
     if (found := late.num_gpus()) < needed:
         raise LaunchError(
-            f"{argument('device')} cuda for {num_ranks} ranks, and {found} GPUs that torch finds",
+            f"{argument('device')} cuda for {counted(num_ranks, 'rank')}, and"
+            f" {counted(found, 'GPU')} that torch finds",
             expected=f"at least {needed} NVIDIA GPUs, and a torch built for CUDA",
             remedy=f"give {argument('device')} cpu or ask for fewer ranks; distmega doctor says "
             "what this machine has",
@@ -174,7 +175,7 @@ def _check_options(options: LauncherOptions, timeout_s: float) -> None:
         )
     if type(options.num_ranks) is not int or options.num_ranks < 1:
         raise RequestError(
-            f"{options.num_ranks} ranks",
+            counted(options.num_ranks, "rank"),
             expected="at least 1",
             remedy="raise the number of ranks",
         )
@@ -194,7 +195,7 @@ def _check_options(options: LauncherOptions, timeout_s: float) -> None:
         )
     if num_restarts and launcher == "torchrun":
         raise RequestError(
-            f"{num_restarts} restarts with launcher torchrun",
+            f"{counted(num_restarts, 'restart')} with launcher torchrun",
             expected="none: torchrun itself starts its ranks again",
             remedy="give --max-restarts to torchrun",
         )

@@ -18,7 +18,7 @@ from datetime import timedelta
 from itertools import chain
 
 from distmega.engine.ranks.context import RankContext
-from distmega.errors import DistmegaError, LaunchError, RankFailure, RequestError
+from distmega.errors import DistmegaError, LaunchError, RankFailure, RequestError, counted
 from distmega.launch.contract import MULTICAST_OFF, Emitted, Event, Job, Result
 from distmega.launch.host.processes import end_with_parent, process_state
 from distmega.launch.host.reports import Done, Failed, Value
@@ -93,9 +93,10 @@ def run_torchrun(job: Job) -> Generator[Event]:
     context = _make_context(here, job)
     if here.world_size != job.num_ranks:
         raise LaunchError(
-            f"{job.num_ranks} ranks are asked for, torchrun started {here.world_size}",
+            f"a request for {counted(job.num_ranks, 'rank')}, torchrun started {here.world_size}",
             expected="both to be the same",
-            remedy=f"give torchrun {job.num_ranks} processes, or ask for {here.world_size} ranks",
+            remedy=f"give torchrun {counted(job.num_ranks, 'process')}, or ask for"
+            f" {counted(here.world_size, 'rank')}",
         )
     for name, off in MULTICAST_OFF.items():
         os.environ.setdefault(name, off)

@@ -163,7 +163,7 @@ def _chunks(chunks: Chunks) -> str:
     if chunks.num == 1:
         return "one chunk"
     ring = f" in ring order of {chunks.ring}" if chunks.ring else ""
-    return f"{chunks.num} chunks of dim {chunks.dim}{ring}"
+    return f"{counted(chunks.num, 'chunk')} of dim {chunks.dim}{ring}"
 
 
 def _once(text: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from distmega.errors import PlanError, argument
+from distmega.errors import PlanError, argument, counted
 from distmega.program.types import Program, Tensor, accesses, verify_program
 from distmega.sharding.search.cost import op_bytes
 
@@ -82,8 +82,8 @@ def cut_positions(
             break
     if not found:
         raise PlanError(
-            f"{num_stages} stages of program {program.name!r}"
-            + (f" with {len(fixed)} ops fixed" if fixed else ""),
+            f"{counted(num_stages, 'stage')} of program {program.name!r}"
+            + (f" with {counted(len(fixed), 'op')} fixed" if fixed else ""),
             expected="as many places between its ops where no state and no view would be cut",
             remedy=f"use a smaller {argument('pp')}" + (", or fix fewer ops" if fixed else ""),
         )

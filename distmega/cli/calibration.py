@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distmega.cli.doctor import HOPPER, Facts, Finding
-from distmega.errors import RequestError
+from distmega.errors import RequestError, counted
 from distmega.kernels.gemm.times.rates import OverlapRates
 from distmega.kernels.gemm.times.rates_file import Measured, library_versions, write_rates
 from distmega.launch.contract import Emitted, LauncherOptions
@@ -28,7 +28,8 @@ def calibrate_machine(facts: Facts) -> Iterator[Finding]:
     fits = len(names) == 1 and all(gpu.capability == HOPPER for gpu in facts.gpus)
     if len(facts.gpus) < TEAMS[0] or not fits:
         raise RequestError(
-            f"--calibrate on {len(facts.gpus)} GPUs ({', '.join(sorted(names)) or 'none'})",
+            f"--calibrate on {counted(len(facts.gpus), 'GPU')}"
+            f" ({', '.join(sorted(names)) or 'none'})",
             expected="two or more Hopper GPUs of one kind",
             remedy="leave it out; built-in rates are used",
         )
@@ -56,5 +57,5 @@ def _findings(rates: OverlapRates, num_ranks: int, path: Path) -> Iterator[Findi
     host = f"{rates.host_us:.1f} us an op, {rates.replay_us:.2f} us captured"
     found = {"matmul": f"{matmul:.0f} TFLOP/s", "NCCL": link, "copy engine": copy, "host": host}
     for name, text in found.items():
-        yield Finding(topic=f"{num_ranks} ranks, {name}", found=text)
-    yield Finding(topic=f"{num_ranks} ranks", found=f"rates written to {path}")
+        yield Finding(topic=f"{counted(num_ranks, 'rank')}, {name}", found=text)
+    yield Finding(topic=counted(num_ranks, "rank"), found=f"rates written to {path}")

@@ -54,7 +54,7 @@ from distmega.engine.requests import (
     TraceResult,
 )
 from distmega.env import read_settings
-from distmega.errors import DistmegaError, LaunchError, RequestError
+from distmega.errors import DistmegaError, LaunchError, RequestError, counted
 from distmega.generation import check_model, reserve_ranks
 from distmega.kernels.machines import MACHINES
 from distmega.launch.contract import LauncherOptions
@@ -374,11 +374,11 @@ def _summary(result: GenerateResult, num_ranks: int, start_s: float) -> str:
     """One line of figures; start_s: seconds until the ranks ran."""
     num_tokens = sum(len(answer.ids) for answer in result.answers)
     num_prompt_tokens = sum(answer.num_prompt_tokens for answer in result.answers)
-    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    ranks = counted(num_ranks, "rank")
     rate = f"{result.tokens_per_s:.1f} tokens/s, " if result.tokens_per_s else ""
     second = f", the second {result.second_token_s:.2f} s later" if result.second_token_s else ""
     return (
-        f"[{num_tokens} tokens after {num_prompt_tokens} on {ranks}: {rate}"
+        f"[{counted(num_tokens, 'token')} after {num_prompt_tokens} on {ranks}: {rate}"
         f"first token after {result.first_token_s:.2f} s{second}; "
         f"starting {start_s:.1f} s, loading {result.load_s:.1f} s]"
     )
@@ -424,14 +424,18 @@ def _perplexity(command: Perplexity, console: Console) -> None:
         if value == Opened(random_weights=True):
             _announce_random("figure", console)
         elif isinstance(value, ScoreResult):
-            console.print(f"perplexity {value.perplexity:.3f} over {value.num_tokens} tokens")
+            console.print(
+                f"perplexity {value.perplexity:.3f} over {counted(value.num_tokens, 'token')}"
+            )
 
 
 def _trace(command: Trace, console: Console) -> None:
     options, tp = _launcher_options(command.ranks)
     if command.ranks.pp > 1:
         raise RequestError(
-            f"a trace of {command.ranks.pp} stages", expected="one", remedy="leave out --pp"
+            f"a trace of {counted(command.ranks.pp, 'stage')}",
+            expected="one",
+            remedy="leave out --pp",
         )
     request = TraceRequest(
         model=command.model,
@@ -444,7 +448,9 @@ def _trace(command: Trace, console: Console) -> None:
     check_model(request.model, model_mesh(request.tp, 1), request.options, options)
     for value in _run("distmega.engine.ranks.jobs:trace", request, options):
         if isinstance(value, TraceResult):
-            end = f"[{value.num_spans} spans in {command.out}; open it in ui.perfetto.dev]"
+            end = (
+                f"[{counted(value.num_spans, 'span')} in {command.out}; open it in ui.perfetto.dev]"
+            )
             console.print(value.summary, end, sep="\n", markup=False)
 
 
@@ -500,7 +506,7 @@ def _launcher_options(ranks: Ranks) -> tuple[LauncherOptions, int]:
     num_ranks = choose_num_ranks(launcher, ranks.tp * ranks.pp or least)
     if num_ranks % ranks.pp:
         raise RequestError(
-            f"{num_ranks} ranks in {ranks.pp} stages",
+            f"{counted(num_ranks, 'rank')} in {counted(ranks.pp, 'stage')}",
             expected="as many ranks in each stage",
             remedy="correct --pp or the number of ranks",
         )
@@ -518,7 +524,7 @@ def _run(target: str, request: object, options: LauncherOptions) -> Iterator[obj
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     num = options.num_ranks
     values = (event.value for event in launch(target, request, options))
-    first = "starting 1 rank" if num == 1 else f"starting {num} ranks"
+    first = f"starting {counted(num, 'rank')}"
     yield from show_loading(values, console, first)
 
 

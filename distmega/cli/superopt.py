@@ -90,7 +90,7 @@ def _follow(
                 last = now
                 errors.print(f"{now - start:.0f} s: {describe(event)}", markup=False)
             case RewriteRule():
-                text = f"{event.name} proven by {event.proof.tests} tests"
+                text = f"{event.name} proven by {counted(event.proof.tests, 'test')}"
                 errors.print(f"{now - start:.0f} s: {text}", markup=False)
             case Refusal():
                 errors.print(f"{now - start:.0f} s: refused: {event.reason}", markup=False)
@@ -101,8 +101,8 @@ def describe(progress: Progress) -> str:
     where = f"axis {progress.divided} divided" if progress.divided else "no axis divided"
     best = f", best {progress.best_us:.2f} us" if progress.best_us < math.inf else ""
     return (
-        f"{where}, {progress.num_nodes} nodes, {progress.num_states} states, "
-        f"{progress.num_scheduled} of {progress.num_recipes} recipes scheduled{best}"
+        f"{where}, {counted(progress.num_nodes, 'node')}, {counted(progress.num_states, 'state')}, "
+        f"{progress.num_scheduled} of {counted(progress.num_recipes, 'recipe')} scheduled{best}"
     )
 
 
@@ -110,14 +110,15 @@ def summary(optimizer: Optimizer, seconds: float, *, full: bool) -> Iterator[str
     """What was found, line by line; all graphs if `full`, else the best."""
     search = optimizer.search
     yield (
-        f"{optimizer.program.name}: {search.num_states} states, {search.num_recipes} recipes, "
-        f"{len(optimizer.rules)} proven, {len(optimizer.refused)} refused, {seconds:.1f} s"
+        f"{optimizer.program.name}: {counted(search.num_states, 'state')},"
+        f" {counted(search.num_recipes, 'recipe')}, {len(optimizer.rules)} proven,"
+        f" {len(optimizer.refused)} refused, {seconds:.1f} s"
     )
     for rule in optimizer.rules:
         speedup = rule.program_us / rule.graph_us
         yield (
             f"  {rule.name}: {rule.graph_us:.2f} us predicted on {rule.machine}, op by op "
-            f"{rule.program_us:.2f} ({speedup:.2f}x); {rule.proof.tests} tests, "
+            f"{rule.program_us:.2f} ({speedup:.2f}x); {counted(rule.proof.tests, 'test')}, "
             f"2^-{rule.proof.log2_bound}; error {100 * rule.proof.worst:.0f}% of what is allowed"
         )
     if search.budget.was_short:

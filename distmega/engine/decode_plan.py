@@ -12,7 +12,7 @@ from itertools import dropwhile
 
 from distmega.collecting import gc_paused
 from distmega.engine.requests import DEFAULT_CONTEXT, EngineOptions, Experts
-from distmega.errors import PlanError, RequestError, argument
+from distmega.errors import PlanError, RequestError, argument, counted
 from distmega.hostir import late as host_late
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.lower.join_products import join_products
@@ -199,7 +199,7 @@ def expert_layouts(program: Program, ranks: DeviceMesh, way: Experts) -> dict[st
         for axis, size in ranks.axes:
             if not fits(tensor.shape[divided], size):
                 what = "experts" if way == "expert" else "rows of each expert"
-                asked = f"{way} with {tensor.shape[divided]} {what} on {size} ranks"
+                asked = f"{way} with {tensor.shape[divided]} {what} on {counted(size, 'rank')}"
                 raise RequestError(
                     f"{argument('experts')} {asked}",
                     expected="ranks of which less than half hold nothing",
@@ -238,7 +238,7 @@ def plan_decode(
     """
     if (num_stages := num_stages_of(mesh)) > config.num_layers:
         raise PlanError(
-            f"{num_stages} stages of a model of {config.num_layers} layers",
+            f"{counted(num_stages, 'stage')} of a model of {counted(config.num_layers, 'layer')}",
             expected="a layer a stage at least",
             remedy=f"use a smaller {argument('pp')}",
         )
@@ -286,9 +286,10 @@ def _undivided(config: AnyDecoder, mesh: DeviceMesh) -> PlanError | None:
         if axis == AXIS or size == 1 or _divides(config, axis, size):
             continue
         largest = max(n for n in range(1, size) if _divides(config, axis, n))
-        heads = f"{config.num_kv_heads} kv heads, {config.group} query heads per kv head"
+        heads = counted(config.num_kv_heads, "kv head")
+        each = counted(config.group, "query head")
         return PlanError(
-            f"{axis}={size} can't divide attention of {heads}",
+            f"{axis}={size} can't divide attention of {heads}, {each} per kv head",
             expected=f"at most {axis}={largest}, where less than half of the heads is padding",
             remedy=f"use {axis}={largest} or less",
         )

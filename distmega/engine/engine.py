@@ -42,6 +42,7 @@ from distmega.errors import (
     ModelError,
     RequestError,
     argument,
+    counted,
 )
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
@@ -253,7 +254,7 @@ class Engine:
         """
         if not prompts or limit < 0:
             raise RequestError(
-                f"{len(prompts)} prompts and a limit of {limit} tokens",
+                f"{counted(len(prompts), 'prompt')} and a limit of {counted(limit, 'token')}",
                 expected="a prompt at least, and a limit of 0 (none) or more",
                 remedy="give a prompt, or correct the limit",
             )
@@ -414,8 +415,8 @@ class Engine:
         num = len(tokens)
         if not 1 <= num <= self.batch:
             raise RequestError(
-                f"a decode step of {num} tokens",
-                expected=f"one for each of 1 to {self.batch} sequences",
+                f"a decode step of {counted(num, 'token')}",
+                expected=f"one for each of 1 to {counted(self.batch, 'sequence')}",
                 remedy=f"give a token for each sequence, or raise {argument('batch')}",
             )
         for slot, num_cached in enumerate(self._num_cached[:num]):
@@ -557,8 +558,8 @@ class Engine:
         limit = self.decode_plan.max_context
         if num_tokens < 1 or num_cached + num_tokens > limit:
             raise RequestError(
-                f"{num_tokens} tokens after {num_cached}",
-                expected=f"at least 1, and at most {limit} positions together",
+                f"{counted(num_tokens, 'token')} after {num_cached}",
+                expected=f"at least 1, and at most {counted(limit, 'position')} together",
                 remedy=f"shorten the text or raise {argument('max_context')}",
             )
 

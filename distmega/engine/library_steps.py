@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from distmega.errors import RequestError, argument
+from distmega.errors import RequestError, argument, counted
 from distmega.hostir.run.cuda_graph import CapturedHost, capture_on_ranks
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.runtime.stepping import NO_SAMPLE_INPUTS
@@ -96,7 +96,7 @@ class LibrarySteps:
     def trace(self, num_steps: int) -> list[Span]:
         """RequestError: a graph takes no stamps."""
         raise RequestError(
-            f"a trace of {num_steps} steps by library ops",
+            f"a trace of {counted(num_steps, 'step')} by library ops",
             expected="a decode kernel",
             remedy=f"trace a model and {argument('batch')} that a decode kernel takes",
         )

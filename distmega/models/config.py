@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from distmega.errors import ModelError, UnknownModelError
+from distmega.errors import ModelError, UnknownModelError, counted
 
 RopeKind = Literal["none", "linear", "llama3", "yarn", "factors"]
 
@@ -107,7 +107,8 @@ class ModelConfig:
             if getattr(self, name) > (most := _MOST.get(name, MAX_EXTENT)):
                 raise _bad(f"{name} {getattr(self, name)}", f"{name} of at most {most}")
         if self.num_heads % self.num_kv_heads:
-            found = f"{self.num_heads} query heads over {self.num_kv_heads} kv heads"
+            heads = counted(self.num_heads, "query head")
+            found = f"{heads} over {counted(self.num_kv_heads, 'kv head')}"
             raise _bad(found, "num_heads a multiple of num_kv_heads")
         if self.head_dim % 2:
             raise _bad(f"head_dim {self.head_dim}", "an even head_dim, for rotary pairs")
@@ -117,8 +118,8 @@ class ModelConfig:
                 raise _bad(f"{name} {value}", f"a finite {name} above 0")
         if self.windows and len(self.windows) != self.num_layers:
             raise _bad(
-                f"{len(self.windows)} attention windows",
-                f"one for each of {self.num_layers} layers",
+                counted(len(self.windows), "attention window"),
+                f"one for each of {counted(self.num_layers, 'layer')}",
             )
         _check_scaling(self.rope_scaling, self.head_dim, self.rope_base)
         self._check_experts()
@@ -129,10 +130,10 @@ class ModelConfig:
                 raise _bad("experts of which there are none", "num_experts of at least 1")
             return
         if self.num_experts > MAX_EXPERTS:
-            raise _bad(f"{self.num_experts} experts", f"at most {MAX_EXPERTS}")
+            raise _bad(counted(self.num_experts, "expert"), f"at most {MAX_EXPERTS}")
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise _bad(
-                f"{self.experts_per_token} experts per token of {self.num_experts}",
+                f"{counted(self.experts_per_token, 'expert')} per token of {self.num_experts}",
                 "at least 1 and at most as many as there are experts",
             )
         if self.expert_ffn < 1 or self.shared_ffn < 0:
@@ -198,7 +199,8 @@ def _check_scaling(scaling: RopeScaling, head_dim: int, base: float) -> None:
     if scaling.kind == "factors":
         if len(scaling.factors) != head_dim // 2:
             raise _bad(
-                f"{len(scaling.factors)} rope factors", f"{head_dim // 2}, one a rotary pair"
+                counted(len(scaling.factors), "rope factor"),
+                f"{head_dim // 2}, one a rotary pair",
             )
         if not all(math.isfinite(factor) and factor > 0 for factor in scaling.factors):
             raise _bad(

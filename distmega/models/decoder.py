@@ -7,7 +7,7 @@ weights/tensors.py. Next on the walk: sharding/planner.py.
 
 from typing import Literal, Protocol
 
-from distmega.errors import RequestError
+from distmega.errors import RequestError, counted
 from distmega.models.config import ModelConfig
 from distmega.models.sampling import GREEDY, Method
 from distmega.models.weights.tensors import weight_specs
@@ -105,13 +105,13 @@ def build_decoder(
         )  # fmt: skip
     if batch < 1 or (batch > 1 and num_tokens > 1 and not prompt):
         raise RequestError(
-            f"{num_tokens} tokens of each of {batch} sequences",
+            f"{counted(num_tokens, 'token')} of each of {counted(batch, 'sequence')}",
             expected="at least one sequence, and one token of each where there are several",
             remedy="build the program of a prompt",
         )
     most = max_context * batch if prompt else max_context
     if not 1 <= num_tokens <= most or max_context > config.max_positions:
-        found = f"{num_tokens} tokens in a context of {max_context}"
+        found = f"{counted(num_tokens, 'token')} in a context of {max_context}"
         expected = (
             f"1 <= tokens <= context <= {config.max_positions}, what the model was trained for"
         )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from distmega.errors import RequestError, argument
+from distmega.errors import RequestError, argument, counted
 
 MIN_CANDIDATES = 64
 MAX_CANDIDATES = 1024
@@ -172,7 +172,7 @@ def sampling_of_each(samplings: Samplings, num: int) -> list[Sampling]:
         )
     if len(samplings) != num or not all(isinstance(one, Sampling) for one in samplings):
         raise RequestError(
-            f"{len(samplings)} samplings of {num} sequences",
+            f"{counted(len(samplings), 'sampling')} of {counted(num, 'sequence')}",
             expected="one Sampling for all, or one for each",
             remedy="give as many as prompts",
         )

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import TypeVar
 
-from distmega.errors import ProgramError
+from distmega.errors import ProgramError, counted
 from distmega.program.dtypes import INTEGER_BITS, is_integer
 
 T = TypeVar("T")
@@ -281,7 +281,7 @@ def expected_args(expr: Expr) -> str:
     num = num_args(expr)
     if num == 0:
         return "an expression that uses a0"
-    return "1 operand" if num == 1 else f"{num} operands"
+    return counted(num, "operand")
 
 
 def num_flops(expr: Expr) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
-from distmega.errors import ProgramError
+from distmega.errors import ProgramError, counted
 from distmega.program.dtypes import ITEM_BYTES, item_bytes
 from distmega.program.kinds import kind_of
 
@@ -313,8 +313,10 @@ def _verify_accesses(program: Program, op: Op, tensors: dict[str, Tensor]) -> No
             raise _broken(program, found, "a declared tensor")
         shape = tensors[access.tensor].shape
         if len(access.dims) != len(shape):
-            found = f"op {op.name!r} indexes {access.tensor!r} by {len(access.dims)} dims"
-            raise _broken(program, found, f"one index for each of its {len(shape)} dims")
+            found = (
+                f"op {op.name!r} indexes {access.tensor!r} by {counted(len(access.dims), 'dim')}"
+            )
+            raise _broken(program, found, f"one index for each of its {counted(len(shape), 'dim')}")
         for index, extent in zip(access.dims, shape, strict=True):
             _verify_index(program, op, access, index, extent)
     for access in op.writes:

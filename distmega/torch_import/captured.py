@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from distmega.compiled import CompiledProgram
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
-from distmega.errors import CaptureError, ProgramError
+from distmega.errors import CaptureError, ProgramError, counted
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
 from distmega.hostir.library.opaque_graph import open_graph
 from distmega.hostir.library.torch_types import hold, unhold
@@ -368,7 +368,7 @@ def _require_values(tensors: Mapping[str, Tensor]) -> None:
     """CaptureError for weights and states that have none."""
     if bare := [name for name, x in tensors.items() if x.is_meta]:
         raise CaptureError(
-            f"{len(bare)} weights on the meta device: {', '.join(bare[:3])}",
+            f"{counted(len(bare), 'weight')} on the meta device: {', '.join(bare[:3])}",
             expected="weights that have values",
             remedy="give them some before compiling: to_empty(device=...), then load_state_dict()",
         )

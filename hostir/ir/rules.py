@@ -8,6 +8,7 @@ order and lifetime.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from distmega.errors import counted
 from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
@@ -100,7 +101,7 @@ def known_names(walked: Walked) -> Iterator[Violation]:
         if isinstance(node, LibraryOp) and node.op.is_view:
             counts = len(node.op.reads), len(node.op.writes)
             if counts != (1, 1):
-                yield index, f"a view of {counts[0]} as {counts[1]} tensors", "one"
+                yield index, f"a view of {counts[0]} as {counted(counts[1], 'tensor')}", "one"
 
 
 def _named_axes(node: Node) -> tuple[str, ...]:
@@ -124,8 +125,12 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
                 given = [(a.name, buffers[a.buffer].shape, buffers[a.buffer].dtype) for a in args]
                 wrong = [pair for pair in zip(given, wanted, strict=False) if pair[0] != pair[1]]
                 if wrong or len(given) != len(wanted):
-                    found = str(wrong[0][0]) if wrong else f"{len(given)} arguments"
-                    yield index, found, str(wrong[0][1]) if wrong else f"{len(wanted)} arguments"
+                    found = str(wrong[0][0]) if wrong else counted(len(given), "argument")
+                    yield (
+                        index,
+                        found,
+                        str(wrong[0][1]) if wrong else counted(len(wanted), "argument"),
+                    )
             case LibraryOp(op=op):
                 extents = op.extents
                 for access in accesses(op):
@@ -135,8 +140,8 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
                         found = f"{access.tensor!r} indexed by {', '.join(sorted(unknown))}"
                         yield index, found, f"axes of {op.name!r}"
                     elif len(access.dims) != len(shape):
-                        found = f"{access.tensor!r} indexed by {len(access.dims)} dims"
-                        yield index, found, f"{len(shape)} dims"
+                        found = f"{access.tensor!r} indexed by {counted(len(access.dims), 'dim')}"
+                        yield index, found, counted(len(shape), "dim")
                     elif not kind_of(op).is_clipped and not _reaches(extents, access, shape):
                         found = f"{access.tensor!r} of {list(shape)} indexed beyond its ends"
                         yield index, found, "positions that it has"
@@ -185,7 +190,7 @@ def _bad_slice(
     index: int, node: SliceView, buffers: Mapping[str, Tensor], extent: int
 ) -> Iterator[Violation]:
     view, whole = buffers[node.view], buffers[node.buffer]
-    found = f"{extent} chunks {view.dtype}{list(view.shape)} along dim {node.dim}"
+    found = f"{counted(extent, 'chunk')} {view.dtype}{list(view.shape)} along dim {node.dim}"
     expected = f"chunks that make up {whole.dtype}{list(whole.shape)}"
     if len(view.shape) != len(whole.shape) or node.dim >= len(view.shape):
         yield index, found, expected
@@ -222,7 +227,7 @@ def fitting_collectives(walked: Walked) -> Iterator[Violation]:
             given, got = buffers[name], buffers[out]
             if given.dtype != got.dtype or not _fits(node, given.shape, got.shape, size):
                 found = f"{given.dtype}{list(given.shape)} to {got.dtype}{list(got.shape)}"
-                yield index, found, f"shapes as {node.kind} over {size} ranks makes them"
+                yield index, found, f"shapes as {node.kind} over {counted(size, 'rank')} makes them"
 
 
 def fitting_matmuls(walked: Walked) -> Iterator[Violation]:
@@ -239,7 +244,11 @@ def fitting_matmuls(walked: Walked) -> Iterator[Violation]:
             axis, size = node.mesh_axis, host.mesh.size(node.mesh_axis)
             if not _multiplies(node, buffers, size):
                 shapes = " x ".join(str(list(buffers[n].shape)) for n in (node.x, node.w, node.out))
-                yield index, shapes, f"shapes as {node.kind} over {size} ranks makes them"
+                yield (
+                    index,
+                    shapes,
+                    f"shapes as {node.kind} over {counted(size, 'rank')} makes them",
+                )
             if node.norm and not _normalises(node, node.norm, buffers):
                 shapes = " x ".join(str(list(buffers[n].shape)) for n in node.norm.reads)
                 yield index, f"a norm of {shapes}", "rows of a sum over ranks, and a vector as long"

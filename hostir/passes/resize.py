@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping
 from dataclasses import replace
 
 from distmega.collecting import gc_paused
-from distmega.errors import UnsupportedError
+from distmega.errors import UnsupportedError, counted
 from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
@@ -202,7 +202,7 @@ class _Resizing:
         }.get(node.kind, (1, 1))
         rows = self.new[node.x][0] * gathered
         if rows % scattered:
-            raise _uneven(node.out, f"{rows} rows over {scattered} ranks")
+            raise _uneven(node.out, f"{counted(rows, 'row')} over {counted(scattered, 'rank')}")
         rest = self.new[node.x][1 : node.num_rows]
         for name in node.writes:
             self.new[name] = (rows // scattered, *rest, *self.old[name][node.num_rows :])

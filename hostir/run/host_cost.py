@@ -6,6 +6,7 @@ timeline.HostClock measures the same on a device.
 
 from collections.abc import Sequence
 
+from distmega.errors import counted
 from distmega.hostir.ir.nodes import ForLoop, HostProgram, Node
 from distmega.sharding.search.cost import Machine
 
@@ -22,7 +23,7 @@ def explain_host(host: HostProgram, machine: Machine) -> str:
     """One line: instructions, the host's time for them, and what is held in peer memory."""
     num, rates = count_instructions(host.body), machine.overlap
     text = (
-        f"{num} instructions a run, about {num * rates.host_us:,.0f} us of the host, "
+        f"{counted(num, 'instruction')} a run, about {num * rates.host_us:,.0f} us of the host, "
         f"{num * rates.replay_us:,.0f} us where captured as a graph"
     )
     symmetric_buffers = "".join(

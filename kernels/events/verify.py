@@ -8,7 +8,7 @@ waits are enough is for queues/check.py.
 
 from collections.abc import Mapping, Sequence
 
-from distmega.errors import ProgramError, VerifyError
+from distmega.errors import ProgramError, VerifyError, counted
 from distmega.kernels.events.fit import grid_coordinates
 from distmega.kernels.events.graph import EventGraph, GridDim, GroupRows, TaskGrid
 from distmega.kernels.events.grouped import starts_of
@@ -170,7 +170,7 @@ def _verify_event(graph: EventGraph, event: EventTensor) -> None:
     derived = event_count(producer, list(found.values()))
     for position, each in zip(found, _each(event.count, event.num_events), strict=False):
         if each != found[position]:
-            what = f"{found[position]} triggers of {position}"
+            what = f"{counted(found[position], 'trigger')} of {position}"
             raise _broken(event, what, f"its count, {event.count}")
     if _each(derived, event.num_events) != _each(event.count, event.num_events):
         raise _broken(event, f"counts {event.count.each}", "one number, or one an event")
@@ -189,7 +189,7 @@ def _verify_event(graph: EventGraph, event: EventTensor) -> None:
         source = event_source(ops[consumer], graph.grid_of[consumer])
         ranks = int(str(ops[consumer].attr("num_ranks"))) if source == "all" else 1
         if (event.sources, event.ranks) != (source, ranks):
-            what = f"triggers of {event.sources} of {event.ranks} ranks for {consumer!r}"
+            what = f"triggers of {event.sources} of {counted(event.ranks, 'rank')} for {consumer!r}"
             raise _broken(event, what, f"{source} of {ranks}")
         for number, task in enumerate(graph.coordinates[consumer]):
             for position in positions.events(number, task):
@@ -206,15 +206,17 @@ def _verify_map(event: EventTensor, positions: EventMap, grid: TaskGrid) -> None
     """A map from tasks that there are, along all dims of the event."""
     if positions.listed:
         if len(positions.listed) != grid.num_tasks:
-            what = f"events of {len(positions.listed)} tasks of {grid.op!r}"
+            what = f"events of {counted(len(positions.listed), 'task')} of {grid.op!r}"
             raise _broken(event, what, f"those of all {grid.num_tasks}")
         return
     if not len(positions.first) == len(positions.last) == len(event.extents):
-        what = f"a map of {grid.op!r} to {len(positions.first)} dims"
+        what = f"a map of {grid.op!r} to {counted(len(positions.first), 'dim')}"
         raise _broken(event, what, f"one to all {len(event.extents)}")
     for position in (*positions.first, *positions.last):
         if position.dim >= len(grid.dims) or position.divisor < 1:
-            raise _broken(event, f"{position} of {grid.op!r}", f"one of {len(grid.dims)} dims")
+            raise _broken(
+                event, f"{position} of {grid.op!r}", f"one of {counted(len(grid.dims), 'dim')}"
+            )
         if position.values and len(position.values) != grid.shape[position.dim]:
             what = f"{len(position.values)} places along dim {position.dim} of {grid.op!r}"
             raise _broken(event, what, f"one for each of {grid.shape[position.dim]}")

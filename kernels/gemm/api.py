@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmega.errors import ProgramError
+from distmega.errors import ProgramError, counted
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm import late
@@ -158,7 +158,7 @@ def matmul_reduce_scatter(
     extents = _extents(a, b, comm.mesh.size(axis))
     if extents.rows % extents.num_ranks:
         raise ProgramError(
-            f"{extents.rows} rows to scatter over {extents.num_ranks} ranks",
+            f"{counted(extents.rows, 'row')} to scatter over {counted(extents.num_ranks, 'rank')}",
             expected="a multiple of the ranks",
             remedy="pad A",
         )
@@ -274,7 +274,7 @@ def _check(
     formula = formula_of((mixes,)).exprs[0]
     if (other is None and b.shape[0] % 2) or num_args(formula) > 2:
         raise ProgramError(
-            f"{mixes} of {b.shape[0]} columns",
+            f"{mixes} of {counted(b.shape[0], 'column')}",
             expected="an even number of columns and an expression of a0 and a1",
             remedy="put one weight [N / 2, K] above the other",
         )
@@ -314,8 +314,9 @@ def _choose(
         problem = "bf16 on Hopper GPUs"
     if forced:
         raise ProgramError(
-            f"overlap forced for {extents.rows} rows, {extents.columns} columns and depth "
-            f"{extents.depth} over {extents.num_ranks} ranks, of {x.dtype} on {x.device}",
+            f"overlap forced for {counted(extents.rows, 'row')},"
+            f" {counted(extents.columns, 'column')} and depth {extents.depth} over"
+            f" {counted(extents.num_ranks, 'rank')}, of {x.dtype} on {x.device}",
             expected=problem,
             remedy="pad the rows, or leave overlap out",
         )

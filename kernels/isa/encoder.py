@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distmega.errors import CheckError
+from distmega.errors import CheckError, counted
 from distmega.kernels.isa.encoding import (
     SIGNAL_COLUMNS,
     WAIT_COLUMNS,
@@ -86,7 +86,8 @@ class EventAxes:
         num_sources = self._mesh_axes[axis][1] if axis >= 0 else 1
         if wait.count % num_sources:
             raise CheckError(
-                f"wait for {wait.count} triggers of event {wait.event} from {num_sources} ranks",
+                f"wait for {counted(wait.count, 'trigger')} of event {wait.event} from"
+                f" {counted(num_sources, 'rank')}",
                 expected="the same number from each rank of the team",
                 remedy="count the triggers of a task on all ranks",
             )

@@ -37,7 +37,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from distmega.errors import UnsupportedError, VerifyError
+from distmega.errors import UnsupportedError, VerifyError, counted
 from distmega.kernels.runtime.arena import PEER_SUFFIX
 from distmega.kernels.tasks.groups import expand_groups
 from distmega.kernels.tasks.overwrites import expand_overwrites
@@ -109,7 +109,7 @@ def _mesh_axis(op: Op, mesh: DeviceMesh) -> str:
     if op.attr("num_ranks") != mesh.size(axis):
         raise VerifyError(
             f"op {op.name!r} over {op.attr('num_ranks')} ranks of mesh axis {axis!r}",
-            expected=f"{mesh.size(axis)} ranks, as the mesh has",
+            expected=f"{counted(mesh.size(axis), 'rank')}, as the mesh has",
             remedy="plan and compile with the same mesh",
         )
     return axis

@@ -17,7 +17,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from distmega.env import read_settings
-from distmega.errors import LaunchError
+from distmega.errors import LaunchError, counted
 from distmega.launch.contract import Job
 
 logger = logging.getLogger(__name__)
@@ -99,8 +99,9 @@ def _describe_shortage(job: Job, bundle: Mapping[str, float]) -> LaunchError:
     )
     num_nodes = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
     return LaunchError(
-        f"Ray could not place {job.num_ranks} ranks ({job.ray.strategy}, {num_nodes} nodes) within "
-        f"{job.ray.placement_timeout_s:g} s: they need {needs}",
+        f"Ray could not place {counted(job.num_ranks, 'rank')} ({job.ray.strategy},"
+        f" {counted(num_nodes, 'node')}) within {job.ray.placement_timeout_s:g} s: they"
+        f" need {needs}",
         expected="that much to be free, on one node under STRICT_PACK",
         remedy="ask for fewer ranks, free the cluster, or add nodes to it",
     )

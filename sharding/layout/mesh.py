@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from distmega.errors import MeshError
+from distmega.errors import MeshError, counted
 
 Nested = int | Sequence["Nested"]
 
@@ -78,7 +78,9 @@ class DeviceMesh:
             raise _bad(found, "as many at most")
         ranks = tuple(range(count)) if given is None else given
         if len(ranks) != count:
-            raise _bad(f"{len(ranks)} ranks for axes {dict(axes)}", "one rank a coordinate")
+            raise _bad(
+                f"{counted(len(ranks), 'rank')} for axes {dict(axes)}", "one rank a coordinate"
+            )
         repeated = sorted(rank for rank, num in Counter(ranks).items() if num > 1 or rank < 0)
         if repeated:
             raise _bad(f"ranks {repeated} in {list(ranks)}", "each rank once and none negative")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distmega.errors import PlanError
+from distmega.errors import PlanError, counted
 from distmega.program.types import Tensor
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -260,7 +260,10 @@ def resolve_layout(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> Layout:
             remedy = "use fewer ranks on that mesh axis or shard another dim"
             part = "" if extent == tensor.shape[dim] else f", of which {extent} are left"
             raise _bad(
-                tensor, layout, f"at most {largest} ranks of {axis} for dim {dim}{part}", remedy
+                tensor,
+                layout,
+                f"at most {counted(largest, 'rank')} of {axis} for dim {dim}{part}",
+                remedy,
             )
         chunk = placement.chunk or -(-extent // size)
         if chunk * size < extent:

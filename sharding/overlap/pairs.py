@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from distmega.errors import PlanError
+from distmega.errors import PlanError, counted
 from distmega.program.dtypes import item_bytes
 from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Op, Tensor, accesses, contracts
@@ -50,7 +50,7 @@ class Overlap:
             )
         if self.num_chunks and (self.num_chunks < 2 or self.way != "chunks"):
             raise PlanError(
-                f"{self.num_chunks} chunks with overlap {self.way!r}",
+                f"{counted(self.num_chunks, 'chunk')} with overlap {self.way!r}",
                 expected='at least 2, with overlap "chunks"',
                 remedy="leave the number out",
             )

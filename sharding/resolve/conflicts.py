@@ -7,6 +7,7 @@ it can't run in the chunks asked for. Used by explain.py.
 
 from collections.abc import Iterator
 
+from distmega.errors import counted
 from distmega.program.types import accesses
 from distmega.sharding.layout.placements import Layout, Partial
 from distmega.sharding.plan import PlanFacts
@@ -61,10 +62,10 @@ def _stream_conflicts(plan: PlanFacts) -> Iterator[str]:
         chunk = -(-extent // asked.num)
         num = -(-extent // chunk)
         if num < asked.num:
-            found = "one chunk" if num == 1 else f"{num} chunks"
+            found = counted(num, "chunk")
             yield (
                 f"{name} comes in {found} of dim {asked.dim}, not in {asked.num}: "
-                f"{chunk} of {extent} positions a chunk"
+                f"{chunk} of {counted(extent, 'position')} a chunk"
             )
     for (tensor, op), reason in plan.refused_chunks.items():
         yield f"{op} does not run in the chunks of {tensor}: {reason}"

@@ -9,6 +9,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from distmega.errors import counted
 from distmega.program.kinds import kind_of
 from distmega.program.types import Axis, Index, Op, Tensor, accesses
 from distmega.sharding.layout.placements import (
@@ -117,7 +118,7 @@ def _split(
         return "its positions are counted along one mesh axis"
     extent = left or axis.extent
     if not fits(extent, num_ranks):
-        return f"{extent} over {num_ranks} ranks would be half padding or more"
+        return f"{extent} over {counted(num_ranks, 'rank')} would be half padding or more"
     uneven = extent % num_ranks != 0
     if uneven and axis.combine in ("max", "min"):
         return f"{extent} is uneven, and a {axis.combine} over padding isn't exact"

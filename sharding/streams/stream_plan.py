@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from distmega.errors import PlanError
+from distmega.errors import PlanError, counted
 from distmega.program.kinds import kind_of
 from distmega.program.types import Attr, Op, Program, Tensor, accesses
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -108,7 +108,10 @@ def _refusals(
                 chosen = (
                     f"as annotated for {', '.join(followed)}" if followed else "as ops around it"
                 )
-                yield (name, op), f"it runs in {split.num_chunks} chunks of {split.axis}, {chosen}"
+                yield (
+                    (name, op),
+                    f"it runs in {counted(split.num_chunks, 'chunk')} of {split.axis}, {chosen}",
+                )
             elif (name, op) in spread.refused:
                 yield (name, op), spread.refused[name, op]
     for (name, op), why in spread.refused.items():

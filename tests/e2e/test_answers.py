@@ -55,7 +55,7 @@ def test_one_engine_serves_several_samplings():
         assert list(engine.generate([1, 2, 3], 9, sampling)) == expected
     with pytest.raises(RequestError, match=r"seed=5\) in an engine for the most likely token"):
         next(open_tiny().generate([1], 1, SAMPLINGS[1]))
-    with pytest.raises(RequestError, match="2 samplings of 1 sequences; expected one Sampling"):
+    with pytest.raises(RequestError, match="2 samplings of 1 sequence; expected one Sampling"):
         next(engine.generate_all([[1]], 1, SAMPLINGS[:2]))
 
 
@@ -150,7 +150,7 @@ def test_a_job_tells_probabilities_and_why_answers_end():
         ({"stop": ("x", "")}, "an empty text in stop; expected texts of at least one character"),
         ({"logprobs": -1}, "logprobs -1; expected at least 0"),
         ({"logprobs": 101}, "logprobs 101; expected at most 100"),
-        ({"sampling": (Sampling(),)}, "1 samplings of 2 sequences; expected one Sampling for all"),
+        ({"sampling": (Sampling(),)}, "1 sampling of 2 sequences; expected one Sampling for all"),
     ],
 )
 def test_requests_that_are_refused(changes: dict[str, object], message: str):

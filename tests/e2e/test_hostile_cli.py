@@ -158,7 +158,7 @@ def test_gpus_are_looked_for_before_anything_is_read(
     monkeypatch.setattr("distmega.launch.late.num_gpus", lambda: 0, raising=False)
     assert main([*command, "--device", "cuda", "--launcher", "local"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("distmega: error: --device cuda for 1 ranks, and 0 GPUs"), said
+    assert said.startswith("distmega: error: --device cuda for 1 rank, and 0 GPUs"), said
     assert "give --device cpu" in said
 
 
@@ -178,6 +178,6 @@ def test_memory_is_looked_at_before_anything_is_built(
         assert main(["generate", str(path), "x", "--device", device]) == 2
         found = capsys.readouterr().err
         named = (
-            r"distmega: error: \d+\.\d GB for the weights and caches of 1 ranks; expected at most"
+            r"distmega: error: \d+\.\d GB for the weights and caches of 1 rank; expected at most"
         )
         assert re.match(named, found), found

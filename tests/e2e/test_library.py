@@ -148,7 +148,7 @@ def test_a_tensor_that_does_not_fit_is_refused(name: str, tensor: torch.Tensor, 
 
 def test_a_mesh_of_other_ranks_is_refused():
     plan = distmega.plan_program(mlp(), distmega.DeviceMesh(tp=2), distmega.CPU)
-    with pytest.raises(MeshError, match=r"mesh\(tp=2\) in a job of 1 ranks; expected a mesh of"):
+    with pytest.raises(MeshError, match=r"mesh\(tp=2\) in a job of 1 rank; expected a mesh of"):
         distmega.compile_plan(plan, CPU_RANK)
 
 
@@ -270,7 +270,7 @@ def test_an_engine_names_what_it_can_not_do(monkeypatch):
     for call, message in (
         (lambda: engine.generate([source.config.vocab]), "token 288; expected tokens of 0 to 287"),
         (lambda: engine.generate([-1]), "token -1; expected tokens of 0 to 287"),
-        (lambda: engine.generate([1], -1), "1 prompts and a limit of -1 tokens"),
+        (lambda: engine.generate([1], -1), "1 prompt and a limit of -1 tokens"),
         (lambda: engine.generate_all([]), "0 prompts and a limit of 0 tokens"),
     ):
         with pytest.raises(RequestError, match=message):

@@ -129,7 +129,7 @@ def test_the_summary_counts():
     kernel = compile_megakernel(counter(), ALONE, num_sms=2)
     lines = kernel.summary().splitlines()
     assert lines[:2] == [
-        "megakernel counter: 2 SMs on 1 ranks",
+        "megakernel counter: 2 SMs on 1 rank",
         "  ops          5: 1 linear, 2 pointwise, 1 set, 1 view",
     ]
     assert "  collectives  none" in lines

@@ -49,7 +49,7 @@ def test_a_batch_has_a_cache_and_a_row_for_each_sequence(logits: Logits):
 
 @pytest.mark.parametrize(("num_tokens", "batch"), [(2, 3), (1, 0)])
 def test_a_batch_takes_one_token_of_each_sequence(num_tokens: int, batch: int):
-    with pytest.raises(RequestError, match=f"{num_tokens} tokens of each of {batch} sequences"):
+    with pytest.raises(RequestError, match=rf"{num_tokens} tokens? of each of {batch} sequences?;"):
         build_decoder(PRESETS["tiny-llama"], num_tokens, 32, batch=batch)
 
 
@@ -131,5 +131,5 @@ def test_a_large_model_is_built_with_few_calls():
 
 @pytest.mark.parametrize(("num_tokens", "max_context"), [(0, 8), (9, 8), (1, 513)])
 def test_context_that_does_not_fit(num_tokens: int, max_context: int):
-    with pytest.raises(RequestError, match=f"{num_tokens} tokens in a context of {max_context}"):
+    with pytest.raises(RequestError, match=f"{num_tokens} tokens? in a context of {max_context}"):
         build_decoder(PRESETS["tiny-llama"], num_tokens, max_context)

@@ -43,7 +43,7 @@ BAD = {
     ),
     "too few operands": (
         lambda: experts.grouped_pointwise("y", "a0 + a1", [t("a", 6, 8)], OFFSETS, 3),
-        "over 1 operands",
+        "over 1 operand",
     ),
     "weights of other rows": (
         lambda: experts.scatter_add("y", t("x", 6, 8), t("w", 2, 3), SLOTS, OFFSETS),

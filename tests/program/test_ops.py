@@ -292,7 +292,7 @@ MISUSES: dict[str, tuple[Callable[[], Built], str]] = {
         lambda: ops.linear("y", X, W, spec="m.a k, n k -> m.a n"),
         "['m.a', 'k']",
     ),
-    "pointwise: too few operands": (lambda: ops.pointwise("y", "a0 + a1", X), "over 1 operands"),
+    "pointwise: too few operands": (lambda: ops.pointwise("y", "a0 + a1", X), "over 1 operand"),
     "pointwise: too many operands": (lambda: ops.pointwise("y", "a0", X, X), "over 2 operands"),
     "pointwise: a constant": (lambda: ops.pointwise("y", "1.0", X), "expression '1.0' over 1"),
     "pointwise: none": (lambda: ops.pointwise("y", "1.0"), "over 0 operands"),

@@ -100,7 +100,7 @@ def test_where_chunks_end_is_told():
     assert "x comes in 3 chunks of dim 0, not in 4: 3 of 9 positions a chunk" in text
     assert "y does not run in the chunks of t: softmax" in text
     text = plan_program(program, DeviceMesh(tp=1), CPU, {"a": stream(1, 2)}).explain()
-    assert "a comes in one chunk of dim 1, not in 2: 1 of 1 positions a chunk" in text
+    assert "a comes in 1 chunk of dim 1, not in 2: 1 of 1 position a chunk" in text
 
 
 def test_a_bias_that_comes_in_parts_is_told():

@@ -31,7 +31,7 @@ from distmega.engine.decode_plan import (
     plan_decode,
 )
 from distmega.engine.requests import EngineOptions
-from distmega.errors import UnsupportedError
+from distmega.errors import UnsupportedError, counted
 from distmega.hostir.ir.nodes import HostProgram, LibraryOp, walk_nodes
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.run.host_cost import count_instructions
@@ -148,16 +148,19 @@ def _gpu_queues(decode: DecodePlan) -> tuple[RowQueues | BatchQueues | None, str
     """
     segments, num_sms = decode.host.segments, decode.machine.num_sms
     if decode.machine == CPU:
-        count = "1 segment" if len(segments) == 1 else f"{len(segments)} segments"
+        count = counted(len(segments), "segment")
         return None, f"{count} by the interpreter of queues"
     if len(segments) != 1:
-        return None, f"library ops, since a step is {len(segments)} segments"
+        return None, f"library ops, since a step is {counted(len(segments), 'segment')}"
     build = build_batch_queues if count_rows(segments[0]) > 1 else build_queues
     try:
         queues = build(segments[0], decode.weights, decode.states, num_sms)
     except UnsupportedError as error:
         return None, f"library ops, since {error.found}"
-    return queues, f"one kernel of {sum(map(len, queues.queues))} tasks a step, on Hopper GPUs"
+    return (
+        queues,
+        f"one kernel of {counted(sum(map(len, queues.queues)), 'task')} a step, on Hopper GPUs",
+    )
 
 
 def _notes(decode: DecodePlan) -> Iterator[str]:

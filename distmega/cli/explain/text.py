@@ -36,7 +36,7 @@ def _summary(report: ExplainReport) -> Iterator[str]:
     ranks = " x ".join(f"{axis}={size}" for axis, size in report.stages[0].ranks)
     stages = f" in each of {len(report.stages)} stages" if len(report.stages) > 1 else ""
     batch = f", {report.batch} sequences" if report.batch > 1 else ""
-    layers = f"{report.num_layers} layers"
+    layers = counted(report.num_layers, "layer")
     yield f"{report.model} ({layers}) on {ranks}{stages}{batch}, planned for {report.machine}"
     if report.memory_limit_bytes:
         yield f"  memory limit: {format_bytes(report.memory_limit_bytes)} a rank"
@@ -129,8 +129,9 @@ def _host(stage: StageFacts, full: bool) -> Iterator[str]:
         shown = [_shortened(line) for line in lines if not line.startswith(given)]
         yield from folded_text(shown)
     yield (
-        f"{host.num_instructions} instructions a run, about {format_us(host.host_us)} of the host,"
-        f" {format_us(host.replay_us)} where captured as a graph"
+        f"{counted(host.num_instructions, 'instruction')} a run, about"
+        f" {format_us(host.host_us)} of the host, {format_us(host.replay_us)} where captured as a"
+        " graph"
     )
 
 
@@ -139,7 +140,7 @@ def _shortened(line: str) -> str:
     head, bracket, arguments = line.partition("(")
     if "launch " not in head or arguments.count(",") < 8:
         return line
-    return f"{head}{bracket}{arguments.count(',') + 1} tensors)"
+    return f"{head}{bracket}{counted(arguments.count(',') + 1, 'tensor')})"
 
 
 def _graph(segments: Sequence[SegmentFacts]) -> Iterator[str]:
@@ -148,8 +149,8 @@ def _graph(segments: Sequence[SegmentFacts]) -> Iterator[str]:
     for segment in segments:
         tasks = ", ".join(f"{kind} {count}" for kind, count in segment.tasks)
         text = (
-            f"{segment.num_tasks} tasks of {segment.num_ops} ops on {segment.num_sms} SMs,"
-            f" {segment.num_events} events: {tasks}"
+            f"{counted(segment.num_tasks, 'task')} of {counted(segment.num_ops, 'op')}"
+            f" on {counted(segment.num_sms, 'SM')}, {counted(segment.num_events, 'event')}: {tasks}"
         )
         reported.setdefault(text, []).append(segment.name)
     for text, names in reported.items():

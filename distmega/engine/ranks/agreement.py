@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from distmega.engine.decode_plan import StagePlan
 from distmega.engine.requests import EngineOptions
-from distmega.errors import LaunchError, UnsupportedError, argument
+from distmega.errors import LaunchError, UnsupportedError, argument, counted
 from distmega.hostir.comm.communicator import Communicator
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ def share_memory(mates: Sequence[tuple[str, str]], options: EngineOptions) -> bo
     nodes = {name for name, _ in mates}
     problems = {problem for _, problem in mates if problem}
     if len(nodes) > 1:
-        problems.add(f"ranks are on {len(nodes)} hosts ({', '.join(sorted(nodes))})")
+        problems.add(f"ranks are on {counted(len(nodes), 'host')} ({', '.join(sorted(nodes))})")
     if options.collectives == "kernel" and problems:
         raise LaunchError(
             f"{argument('collectives')} kernel, but {'; '.join(sorted(problems))}",

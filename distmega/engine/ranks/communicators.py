@@ -2,7 +2,7 @@
 
 from distmega.engine.ranks.context import RankContext
 from distmega.engine.ranks.devices import find_device
-from distmega.errors import MeshError
+from distmega.errors import MeshError, counted
 from distmega.hostir.comm.communicator import Communicator, GlooCommunicator, SingleCommunicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.comm.nccl_native import NativeNccl
@@ -25,9 +25,9 @@ def open_communicator(
     """
     if sorted(mesh.ranks) != list(range(context.world_size)):
         raise MeshError(
-            f"{mesh} in a job of {context.world_size} ranks",
+            f"{mesh} in a job of {counted(context.world_size, 'rank')}",
             expected="a mesh of just these ranks",
-            remedy=f"start {mesh.num_ranks} ranks, or correct the sizes of the mesh",
+            remedy=f"start {counted(mesh.num_ranks, 'rank')}, or correct the sizes of the mesh",
         )
     find_device(context.device)
     if mesh.num_ranks == 1:

@@ -3,7 +3,7 @@
 import torch
 
 from distmega.engine.ranks.context import DEVICE_NAME
-from distmega.errors import RequestError
+from distmega.errors import RequestError, counted
 
 
 def find_device(name: str) -> torch.device:
@@ -17,7 +17,7 @@ def find_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= (num := torch.cuda.device_count()):
         raise RequestError(
-            f"device {name!r}, where torch {torch.__version__} finds {num} GPUs",
+            f"device {name!r}, where torch {torch.__version__} finds {counted(num, 'GPU')}",
             expected="a GPU of this machine, and a torch built for CUDA",
             remedy="run on the device cpu, or where there is such a GPU",
         )

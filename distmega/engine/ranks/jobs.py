@@ -37,7 +37,7 @@ from distmega.engine.requests import (
     TraceResult,
 )
 from distmega.engine.weight_loading import Progress, Tell, no_progress, tell_nobody
-from distmega.errors import RequestError, argument
+from distmega.errors import RequestError, argument, counted
 from distmega.models.decoder import Logits
 from distmega.models.sampling import MOST_LIKELY, Samplings
 from distmega.models.text.tokenizer import Tokenizer
@@ -125,7 +125,9 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
     ids = source.tokenizer().encode(request.text)
     if len(ids) < 2:
         raise RequestError(
-            f"a text of {len(ids)} tokens", expected="at least 2", remedy="give a longer text"
+            f"a text of {counted(len(ids), 'token')}",
+            expected="at least 2",
+            remedy="give a longer text",
         )
     engine = open_engine(
         context,
@@ -136,7 +138,7 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
         progress=report_loading(emit),
         tell=report_doing(emit),
     )
-    emit(Doing(what=f"reading {len(ids)} tokens"))
+    emit(Doing(what=f"reading {counted(len(ids), 'token')}"))
     if engine.decode_plan.max_context < 2:
         raise RequestError(
             f"{argument('max_context')} {engine.decode_plan.max_context}",
@@ -231,7 +233,8 @@ def open_engine(
     _require_opened(source, options)
     if tp * pp != context.world_size:
         raise RequestError(
-            f"{pp} stages of {tp} tensor-parallel ranks in a job of {context.world_size}",
+            f"{counted(pp, 'stage')} of {counted(tp, 'tensor-parallel rank')} in a job of"
+            f" {context.world_size}",
             expected="as many as ranks",
             remedy=f"use {argument('tp')} {context.world_size}",
         )
@@ -297,8 +300,8 @@ def encode_prompt(
     limit = context_limit(source.config, request.options)
     if len(ids) + request.max_new_tokens > limit:
         raise RequestError(
-            f"a prompt of {len(ids)} tokens and {request.max_new_tokens} new ones",
-            expected=f"at most {limit} positions together",
+            f"a prompt of {counted(len(ids), 'token')} and {request.max_new_tokens} new ones",
+            expected=f"at most {counted(limit, 'position')} together",
             remedy="shorten the prompt" + _wider(limit, source.config.max_positions),
         )
     return ids

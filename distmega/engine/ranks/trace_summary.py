@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
+from distmega.errors import counted
 from distmega.trace_file import Span
 
 IDLE_US = 1.0
@@ -69,7 +70,9 @@ def summarise(spans: Iterable[Span]) -> str:
     width = max(map(len, rows))
     text = [f"us: {'op':{width}}  a step  arrive    work | a task: wait   first    rest"]
     text += [_row(f"{name:{width}}", found, len(steps)) for name, found in rows.items()]
-    text.append(f"a step: {median(totals):.1f} us (stamps included), {len(totals)} steps")
+    text.append(
+        f"a step: {median(totals):.1f} us (stamps included), {counted(len(totals), 'step')}"
+    )
     return "\n".join(text)
 
 
@@ -128,8 +131,8 @@ def summarise_sms(spans: Iterable[Span]) -> str:
         [
             f"us: {'op':{width}}  opcode       spec   tasks        wait        work   most work",
             *(_sums_row(sums, width) for sums in (*by_spec, *by_op)),
-            f"a launch: {total_us:.1f} us (stamps included) on {num_sms} SMs, which wait for "
-            f"{wait:.0%} of it, work for {work:.0%}; signals, the next record and its like: "
+            f"a launch: {total_us:.1f} us (stamps included) on {counted(num_sms, 'SM')}, which wait"
+            f" for {wait:.0%} of it, work for {work:.0%}; signals, the next record and its like: "
             f"{1 - wait - work:.0%}",
         ]
     )

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import numpy as np
 
-from distmega.errors import ModelError
+from distmega.errors import ModelError, counted
 from distmega.models.fields import Fields, require_file
 from distmega.models.weights.tensors import Array, Range
 
@@ -241,7 +241,7 @@ class _Cursor:
         """The next entry of the tensor table; offset is relative to the data part."""
         name, num_dims = self.string(), self.scalar("<I")
         if not 1 <= num_dims <= 4:
-            raise self.damaged(f"tensor {name!r} of {num_dims} dims", "1 to 4 dims")
+            raise self.damaged(f"tensor {name!r} of {counted(num_dims, 'dim')}", "1 to 4 dims")
         shape = tuple(self.scalar("<Q") for _ in range(num_dims))[::-1]
         number, offset = self.scalar("<I"), self.scalar("<Q")
         if number not in list(_gguf().GGMLQuantizationType):

@@ -9,7 +9,7 @@ as byte tokens.
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from distmega.errors import ModelError
+from distmega.errors import ModelError, counted
 from distmega.models.fields import Fields
 from distmega.models.text.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ def tokenizer_from_gguf(metadata: Fields, eos_ids: tuple[int, ...]) -> Tokenizer
     tokens = metadata.sequence(f"{_PREFIX}tokens", str)
     kinds = metadata.sequence(f"{_PREFIX}token_type", int)
     if len(kinds) != len(tokens):
-        raise metadata.bad(f"{_PREFIX}token_type", f"{len(tokens)} types, one a token")
+        raise metadata.bad(f"{_PREFIX}token_type", f"{counted(len(tokens), 'type')}, one a token")
     if model == "gpt2":
         backend = _byte_level_bpe(metadata, tokens)
         add_bos = metadata.text(f"{_PREFIX}pre", "") == "llama-bpe"
@@ -78,7 +78,7 @@ def _byte_level_bpe(metadata: Fields, tokens: list[str]) -> Backend:
 def _sentencepiece_bpe(metadata: Fields, tokens: list[str], kinds: list[int]) -> Backend:
     scores = metadata.sequence(f"{_PREFIX}scores", float)
     if len(scores) != len(tokens):
-        raise metadata.bad(f"{_PREFIX}scores", f"{len(tokens)} scores, one a token")
+        raise metadata.bad(f"{_PREFIX}scores", f"{counted(len(tokens), 'score')}, one a token")
     unknown = metadata.integer(f"{_PREFIX}unknown_token_id", 0)
     if not 0 <= unknown < len(tokens):
         raise metadata.bad(f"{_PREFIX}unknown_token_id", f"an id below {len(tokens)}")

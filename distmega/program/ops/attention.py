@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from distmega.errors import ProgramError
+from distmega.errors import ProgramError, counted
 from distmega.program.kinds import (
     Coordinate,
     OpKind,
@@ -159,7 +159,7 @@ def attention(
         sequences, starts = packed
         if sequences.shape != (m,) or starts.shape != (num_caches + 1,):
             found = f"sequences {sequences.shape} and starts {starts.shape}"
-            expected = f"[{m}] and [{num_caches + 1}], of {num_caches} caches"
+            expected = f"[{m}] and [{num_caches + 1}], of {counted(num_caches, 'cache')}"
             raise bad_op(name, found, expected)
         for given in packed:
             require_integers(name, given)

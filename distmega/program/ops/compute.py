@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+from distmega.errors import counted
 from distmega.program import expr
 from distmega.program.dtypes import is_integer
 from distmega.program.kinds import (
@@ -76,7 +77,7 @@ def _parse_spec(name: str, spec: str, num_operands: int) -> tuple[list[list[str]
     left, arrow, right = spec.partition("->")
     operands, out_axes = [part.split() for part in left.split(",")], right.split()
     if not arrow or len(operands) != num_operands:
-        found = f"spec {spec!r} for {num_operands} operands"
+        found = f"spec {spec!r} for {counted(num_operands, 'operand')}"
         raise bad_op(name, found, "one comma-separated group an operand and '->'")
     for group in (*operands, out_axes):
         if len(set(group)) != len(group) or not all(axis.isidentifier() for axis in group):
@@ -102,7 +103,7 @@ def pointwise(name: str, text: str, *args: Tensor, dtype: str = "") -> Built:
     """
     tree = expr.parse(text)
     if not args or expr.num_args(tree) != len(args):
-        found = f"expression {text!r} over {len(args)} operands"
+        found = f"expression {text!r} over {counted(len(args), 'operand')}"
         raise bad_op(name, found, expr.expected_args(tree))
     if not dtype and (part := expr.inexact_part(tree, [a.dtype for a in args])):
         raise inexact_integers(text, part, args[0].dtype)

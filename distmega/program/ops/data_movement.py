@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from distmega.errors import counted
 from distmega.program.kinds import Coordinate, OpKind, define, zero_if_all
 from distmega.program.ops.axis_views import access_axes, fold_axes, order_axes, unfold_axes
 from distmega.program.ops.parts import (
@@ -120,7 +121,9 @@ def transpose(name: str, x: Tensor, order: Sequence[int], kind: str = "transpose
     """Dims of x in a new order: out dim i is x dim order[i]. kind "view" shares x's storage."""
     if sorted(order) != list(range(len(x.shape))):
         raise bad_op(
-            name, f"order {list(order)} for {len(x.shape)} dims", "a permutation of the dims"
+            name,
+            f"order {list(order)} for {counted(len(x.shape), 'dim')}",
+            "a permutation of the dims",
         )
     names = axis_names("i", len(x.shape))
     axes = [Axis(name=names[i], extent=x.shape[i]) for i in order]
@@ -135,7 +138,9 @@ def reshape(name: str, x: Tensor, shape: Sequence[int], kind: str = "reshape") -
     shape = [whole_number(name, "extent", extent) for extent in shape]
     if math.prod(shape) != x.num_elements or min(shape, default=1) < 1:
         raise bad_op(
-            name, f"reshape of {x.shape} to {tuple(shape)}", f"a shape of {x.num_elements} elements"
+            name,
+            f"reshape of {x.shape} to {tuple(shape)}",
+            f"a shape of {counted(x.num_elements, 'element')}",
         )
     axes, x_dims, out_dims = _factor(name, x.shape, tuple(shape))
     out = Tensor(name=name, shape=tuple(shape), dtype=x.dtype)

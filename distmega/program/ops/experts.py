@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from distmega.errors import RequestError
+from distmega.errors import RequestError, counted
 from distmega.program import expr
 from distmega.program.dtypes import is_integer
 from distmega.program.kinds import Coordinate, OpKind, define, local_base, whole_numbers, widen
@@ -148,7 +148,7 @@ def grouped_linear(name: str, x: Tensor, w: Tensor, offsets: Tensor, rows: int) 
     num_groups = _require_offsets(name, offsets)
     fits = len(x.shape) == 2 and len(w.shape) == 3 and w.shape[2] == x.shape[1]
     if not fits or w.shape[0] != num_groups or not 1 <= rows <= x.shape[0]:
-        found = f"x {x.shape}, w {w.shape}, offsets {offsets.shape}, {rows} rows a group"
+        found = f"x {x.shape}, w {w.shape}, offsets {offsets.shape}, {counted(rows, 'row')} a group"
         raise bad_op(name, found, "[p, k], [e, n, k], [e + 1], at most p rows")
     require_factors(name, x, [w])
     axes = _group_axes(num_groups, rows, "parallel")
@@ -167,7 +167,7 @@ def grouped_pointwise(
     num_groups = _require_offsets(name, offsets)
     tree = expr.parse(text)
     if not args or expr.num_args(tree) != len(args):
-        found = f"expression {text!r} over {len(args)} operands"
+        found = f"expression {text!r} over {counted(len(args), 'operand')}"
         raise bad_op(name, found, expr.expected_args(tree))
     if part := expr.inexact_part(tree, [a.dtype for a in args]):
         raise inexact_integers(text, part, args[0].dtype)
@@ -175,7 +175,9 @@ def grouped_pointwise(
         raise bad_op(name, f"shapes {[a.shape for a in args]}", "equal shapes [p, ...]")
     shape = args[0].shape
     if not 1 <= rows <= shape[0]:
-        raise bad_op(name, f"{rows} rows a group of {shape[0]}", "at least 1, at most all")
+        raise bad_op(
+            name, f"{counted(rows, 'row')} a group of {shape[0]}", "at least 1, at most all"
+        )
     inner = axis_names("i", len(shape) - 1)
     axes = _group_axes(num_groups, rows, "parallel")
     axes += [Axis(name=n, extent=e) for n, e in zip(inner, shape[1:], strict=True)]
@@ -271,7 +273,7 @@ def route_values(ids: Any, num_groups: int, num_rows: Any = None) -> tuple[Any, 
     if num_rows is not None:
         if ids.is_cpu and not 0 <= int(num_rows) <= len(ids):
             raise RequestError(
-                f"{int(num_rows)} rows in use of {len(ids)} that are routed",
+                f"{counted(int(num_rows), 'row')} in use of {len(ids)} that are routed",
                 expected=f"0 to {len(ids)}",
                 remedy="correct the number",
             )

@@ -6,6 +6,7 @@ whole, so no rank divides it. `hostir/library/opaque.py` runs it.
 
 from collections.abc import Sequence
 
+from distmega.errors import counted
 from distmega.program.kinds import OpKind, define
 from distmega.program.ops.parts import Built, access, axis_names, bad_op, make_op
 from distmega.program.types import Access, Axis, AxisRole, Tensor
@@ -27,7 +28,9 @@ def opaque(
     host_reads: what the host reads of the device each time, "" for nothing.
     """
     if not results or any(not 1 <= each.count(".") <= 2 for each in target.split(", ")):
-        raise bad_op(name, f"{target!r} with {len(results)} results", "ns.operator.overload, one")
+        raise bad_op(
+            name, f"{target!r} with {counted(len(results), 'result')}", "ns.operator.overload, one"
+        )
     axes: list[Axis] = []
 
     def whole(tensor: Tensor, prefix: str, role: AxisRole) -> Access:

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Sequence
 
-from distmega.errors import ProgramError
+from distmega.errors import ProgramError, counted
 from distmega.program.dtypes import is_integer
 from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor
 
@@ -95,7 +95,7 @@ def normal_dim(name: str, x: Tensor, dim: int) -> int:
     """`dim` counted from the front; negative ones count from the back."""
     dim = whole_number(name, "dim", dim)
     if not -len(x.shape) <= dim < len(x.shape):
-        found = f"dim {dim} of a tensor with {len(x.shape)} dims"
+        found = f"dim {dim} of a tensor with {counted(len(x.shape), 'dim')}"
         raise bad_op(name, found, f"at least {-len(x.shape)} and below {len(x.shape)}")
     return dim % len(x.shape)
 

@@ -13,7 +13,7 @@ from collections.abc import Generator as Coroutine
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from distmega.errors import ProgramError
+from distmega.errors import ProgramError, counted
 from distmega.program.dtypes import item_bytes
 from distmega.program.types import Program
 from distmega.sharding.search.cost import DeviceRates
@@ -290,7 +290,7 @@ class Search:
 
     def _note(self, found: "_Found") -> None:
         structure = (
-            f"{structure_of(found.recipe)} in {len(found.schedule.kernels)} kernels, "
+            f"{structure_of(found.recipe)} in {counted(len(found.schedule.kernels), 'kernel')}, "
             f"{num_products(found.recipe, found.egraph)} by tensor cores"
         )
         known = self._best.get(structure)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from distmega.errors import CheckError, HangError, ProgramError
+from distmega.errors import CheckError, HangError, ProgramError, counted
 from distmega.hostir.library.torch_types import describe, fits
 from distmega.kernels.events.arguments import require
 from distmega.kernels.events.graph import EventGraph, EventId, TaskId
@@ -77,7 +77,7 @@ def run_ranks(
     teams = {event.ranks for event in queues.graph.events if event.sources == "all"}
     if teams - {len(given)} or len(given) != len(mesh.ranks):
         raise ProgramError(
-            f"tensors of {len(given)} ranks, a mesh of {len(mesh.ranks)}",
+            f"tensors of {counted(len(given), 'rank')}, a mesh of {len(mesh.ranks)}",
             expected=f"{', '.join(map(str, sorted(teams)))} ranks, as the events are of",
             remedy="give each rank its tensors, on the mesh that the program was planned for",
         )
@@ -246,7 +246,7 @@ class _Machine:
         here.written = True
         if len(here.records) > stated.capacity:
             raise CheckError(
-                f"{len(here.records)} records of region {region}",
+                f"{counted(len(here.records), 'record')} of region {region}",
                 expected=f"at most its capacity of {stated.capacity}",
                 remedy="look at the starts of its groups, which do not fit its rows",
             )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from distmega.errors import counted
 from distmega.kernels.gemm.times.matmul_ways import (
     has_peer_collective,
     kernel_problem,
@@ -61,7 +62,7 @@ class MatmulModel:
         for count in counts:
             times["chunks", count] = chunks_us(collective, extents, rates, count)
         if not counts:
-            refused.setdefault("chunks", f"at most {extent} chunks")
+            refused.setdefault("chunks", f"at most {counted(extent, 'chunk')}")
         if collective == "all_reduce":
             refused["ring"] = "an all-gather or a reduce-scatter"
         else:

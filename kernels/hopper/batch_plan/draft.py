@@ -8,6 +8,7 @@ import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from distmega.errors import counted
 from distmega.kernels.hopper.batch_plan.experts import NUM_ZERO_CHUNKS, batch_expert_shape
 from distmega.kernels.hopper.batch_plan.types import (
     BatchEpilogue,
@@ -203,9 +204,9 @@ class BatchDraft:
         self.batch, self.others = found.rows, found.others
         self.count_rows()
         if self.splits and self.num_ranks > 1:
-            raise unfit(f"{self.batch} rows on {self.num_ranks} ranks")
+            raise unfit(f"{counted(self.batch, 'row')} on {counted(self.num_ranks, 'rank')}")
         if self.splits and self.choice is not None and self.choice.sampler is not None:
-            raise unfit(f"samples of {self.batch} sequences")
+            raise unfit(f"samples of {counted(self.batch, 'sequence')}")
         if any(length % ROW_MULTIPLE for length in self.placed.columns.values()):
             raise unfit(f"rows of {sorted(set(self.placed.columns.values()))} elements")
         self.check_caches()
@@ -219,7 +220,7 @@ class BatchDraft:
             self.attention = replace(self.attention, apart=not are_joined)
         self.experts = batch_expert_shape(self.fused, self.weights)
         if self.splits and self.experts:
-            raise unfit(f"experts of {self.batch} rows")
+            raise unfit(f"experts of {counted(self.batch, 'row')}")
         self.chunks.size = NUM_ZERO_CHUNKS if self.experts else 0
         self.summed = [
             self.elements(op.out) if isinstance(op, FusedGather) else rows_of(op, self.placed)
@@ -243,7 +244,7 @@ class BatchDraft:
                 own = self.batch, self.attention.num_kv_heads
                 forms = (own, own[1:]) if self.batch == 1 else (own,)  # one row may need no dim
                 if cache[:-2] not in forms:
-                    found = f"{op.name!r} of {self.batch} rows with caches {list(cache)}"
+                    found = f"{op.name!r} of {counted(self.batch, 'row')} with caches {list(cache)}"
                     raise unfit(f"{found}, which is not one a row")
                 row_bytes = self.attention.head_dim * ITEM_BYTES
                 if any(self.states.offset(name) % row_bytes for name in (op.k_cache, op.v_cache)):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
+from distmega.errors import counted
 from distmega.kernels.hopper.plan.types import AttentionShape, unfit
 from distmega.kernels.tasks.fuse import (
     Fused,
@@ -64,7 +65,7 @@ def find_agreement(
         positions = next((op.ids for op in tables.values() if op.ids != _ids(embedding)), "")
     rows = max(math.prod(segment.tensor_map()[name].shape[:-1]) for name in (entry, *others))
     if not 1 <= rows <= max_rows:
-        raise unfit(f"{rows} rows")
+        raise unfit(counted(rows, "row"))
     if others and max_rows == 1:
         raise unfit(f"inputs {[entry, *others]} of one row each")
     choice = _find_choice(fused)
@@ -219,7 +220,7 @@ def _attention_shape(
             widths = [tensors[name].shape[-1] for name in (op.k_cache, op.v_cache)]
             raise unfit(f"{op.name!r} with keys and values of {widths} elements")
         if rows != num_rows or head_dim not in head_dims or op.window < 0:
-            raise unfit(f"{rows} rows, heads of {head_dim}")
+            raise unfit(f"{counted(rows, 'row')}, heads of {head_dim}")
         found.add(
             AttentionShape(
                 num_heads=num_kv_heads * group,

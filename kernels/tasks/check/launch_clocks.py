@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from distmega.errors import CheckError
+from distmega.errors import CheckError, counted
 from distmega.kernels.tasks.types import Schedule, ScheduledTask
 
 Ints = npt.NDArray[np.int64]
@@ -125,14 +125,14 @@ def _check_counts(schedule: Schedule, tasks: Sequence[ScheduledTask]) -> Ints:
             total = int(counts[wait.event]) * reach.get(wait.event, ("", 1))[1]
             if wait.count != total or not total:
                 raise CheckError(
-                    f"{describe_task(schedule, task)} waits for {wait.count} signals of event "
-                    f"{wait.event}",
+                    f"{describe_task(schedule, task)} waits for {counted(wait.count, 'signal')}"
+                    f" of event {wait.event}",
                     expected=f"{total}, which is all that it gets in a launch",
                     remedy="correct the count, or add the missing signal",
                 )
     for event in reach.keys() - waited:
         raise CheckError(
-            f"event {event} gets {counts[event]} signals, and nobody waits for it",
+            f"event {event} gets {counted(counts[event], 'signal')}, and nobody waits for it",
             expected="a wait for every event",
             remedy="drop the signals",
         )

@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from distmega.errors import CheckError
+from distmega.errors import CheckError, counted
 from distmega.kernels.tasks.regions import Region, regions_meet
 
 Ints = npt.NDArray[np.int64]
@@ -264,8 +264,8 @@ class _Runner:
         for key, counts in self.waiters.items():
             if max(counts) > signalled[key]:
                 raise CheckError(
-                    f"{self._locate(counts[max(counts)][0])} waits for {max(counts)} signals of "
-                    f"event {key[1]}",
+                    f"{self._locate(counts[max(counts)][0])} waits for"
+                    f" {counted(max(counts), 'signal')} of event {key[1]}",
                     expected=f"at most {signalled[key]}, which is all that rank {key[0]} gets",
                     remedy="correct the count, or add the missing signal",
                 )
@@ -273,8 +273,8 @@ class _Runner:
             most = max(self.waiters[key]) if self.waiters.get(key) else 0
             if total > most:
                 raise CheckError(
-                    f"event {key[1]} of rank {key[0]} gets {total} signals, one of them from "
-                    f"{self._locate(source[key])}",
+                    f"event {key[1]} of rank {key[0]} gets {counted(total, 'signal')}, one of them"
+                    f" from {self._locate(source[key])}",
                     expected=f"{most}, the most that is waited for",
                     remedy="correct the count, or drop the signal",
                 )

@@ -26,7 +26,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from distmega.errors import CheckError
+from distmega.errors import CheckError, counted
 from distmega.kernels.runtime.arena import PEER_BUFFERS
 from distmega.kernels.tasks.check.launch_clocks import Clocks, StuckError, compute_clocks
 from distmega.kernels.tasks.check.queues import CheckedTask, Queues, run_queues
@@ -93,7 +93,7 @@ def _check_complete(schedule: Schedule, clocks: Clocks) -> None:
             )
     if sum(map(len, schedule.queues)) != schedule.graph.num_tasks:
         raise CheckError(
-            f"{sum(map(len, schedule.queues))} tasks in queues",
+            f"{counted(sum(map(len, schedule.queues)), 'task')} in queues",
             expected=f"the {schedule.graph.num_tasks} of the graph, once each",
             remedy="schedule each task once",
         )

@@ -413,7 +413,7 @@ def test_misuse(tilings: Tilings, options: dict, message: str):
 @pytest.mark.parametrize(
     ("old", "new", "error", "message"),
     [
-        ("count 1", "count 2", VerifyError, "1 triggers of"),
+        ("count 1", "count 2", VerifyError, "1 trigger of"),
         ("from P(d0)", "from P(d0+1)", VerifyError, r"signals \(16,\)"),
         ("to C(d0)", "to C(d0*2)", VerifyError, "waits for"),
         (" active B", "", VerifyError, "a fixed count of tasks that may not run"),

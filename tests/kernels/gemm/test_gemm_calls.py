@@ -145,6 +145,6 @@ def test_a_collective_runs_by_the_chosen_means(
 
 def test_an_overlap_that_can_not_be_is_named_by_its_extents():
     comm = SingleCommunicator(DeviceMesh(tp=1))
-    found = "overlap forced for 2 rows, 4 columns and depth 3 over 1 ranks, of torch.float32 on cpu"
+    found = "overlap forced for 2 rows, 4 columns and depth 3 over 1 rank, of torch.float32 on cpu"
     with pytest.raises(ProgramError, match=f"^{found}; expected bf16 on Hopper GPUs"):
         api.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), comm, overlap=True)
