@@ -7,6 +7,7 @@ stays a table. Used by analyse.py.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 from distmega.kernels.events.values import Coordinates, EventCoordinate, EventMap
@@ -62,20 +63,58 @@ def _factor(grid: Grid, events: Sequence[int]) -> dict[int, Coordinates] | None:
 def fit_map(grid: Grid, table: Table, coordinates: Sequence[Coordinates]) -> EventMap:
     """The map from tasks to events that gives a table."""
     sets = [tuple(sorted(coordinates[event] for event in events)) for events in table]
-    if all(sets):
-        num_dims = len(coordinates[0])
-        ends = [
-            [[pick(event[dim] for event in events) for events in sets] for dim in range(num_dims)]
-            for pick in (min, max)
-        ]
-        positions = [[fit_coordinate(grid, values) for values in end] for end in ends]
-        if all(position is not None for end in positions for position in end):
-            first, last = (tuple(p for p in end if p is not None) for end in positions)
-            found = EventMap(first=first, last=last)
-            tasks = enumerate(grid_coordinates(grid))
-            if all(tuple(sorted(found.events(n, t))) == sets[n] for n, t in tasks):
-                return found
+    found = _fit_ranges(grid, sets) if all(sets) else _fit_steps(grid, sets)
+    tasks = enumerate(grid_coordinates(grid))
+    if found and all(tuple(sorted(found.events(n, t))) == sets[n] for n, t in tasks):
+        return found
     return EventMap(listed=tuple(sets))
+
+
+def _fit_ranges(grid: Grid, sets: Sequence[tuple[Coordinates, ...]]) -> EventMap | None:
+    """The map of tasks that all have events, where formulas give the first and last of each."""
+    ends = [
+        [
+            [pick(event[dim] for event in events) for events in sets]
+            for dim in range(len(sets[0][0]))
+        ]
+        for pick in (min, max)
+    ]
+    positions = [[fit_coordinate(grid, values) for values in end] for end in ends]
+    first, last = (tuple(p for p in end if p is not None) for end in positions)
+    return EventMap(first=first, last=last) if len(first) == len(last) == len(ends[0]) else None
+
+
+def _fit_steps(grid: Grid, sets: Sequence[tuple[Coordinates, ...]]) -> EventMap | None:
+    """The map of tasks of which, along some dims, only each so-manyth has events: its first place
+    rounded up, its last rounded down, so that those in between have none.
+    """
+    used = [task for task, events in zip(grid_coordinates(grid), sets, strict=True) if events]
+    along = [sorted({task[dim] for task in used}) for dim in range(len(grid))]
+    if not used or not all(
+        len(found) > 1 or extent == 1 for found, extent in zip(along, grid, strict=True)
+    ):
+        return None
+    steps = [range(a[0], a[-1] + 1, a[1] - a[0] if len(a) > 1 else 1) for a in along]
+    if list(product(*steps)) != used:
+        return None
+    inner = _fit_ranges(tuple(map(len, steps)), [events for events in sets if events])
+    if inner is None or any(position.values for position in (*inner.first, *inner.last)):
+        return None
+    return EventMap(
+        first=tuple(_spread(position, steps, rounds_up=True) for position in inner.first),
+        last=tuple(_spread(position, steps, rounds_up=False) for position in inner.last),
+    )
+
+
+def _spread(
+    position: EventCoordinate, steps: Sequence[range], *, rounds_up: bool
+) -> EventCoordinate:
+    """The place by a coordinate of which it was found by the number of its step."""
+    if position.dim < 0:
+        return position
+    start, step = steps[position.dim].start, steps[position.dim].step
+    offset = position.offset * step - position.scale * start + (step - 1) * rounds_up
+    return replace(position, offset=offset, divisor=position.divisor * step)
 
 
 def fit_coordinate(grid: Grid, values: Sequence[int]) -> EventCoordinate | None:

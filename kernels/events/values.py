@@ -40,7 +40,8 @@ class EventCoordinate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventMap:
     """From a task's coordinates to its events: along each event dim all places from `first` to
-    `last`, both included. listed: where no such map holds, the events of each task by number.
+    `last`, both included, none where `first` is behind `last`. listed: where no such map holds, the
+    events of each task by number.
     """
 
     first: tuple[EventCoordinate, ...] = ()

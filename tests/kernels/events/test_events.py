@@ -97,6 +97,31 @@ def test_m2_row_blocks_of_other_heights():
     assert not event.notify.listed
 
 
+@pytest.mark.parametrize(
+    ("start", "stop", "step", "tiles", "form"),
+    [
+        (0, 16, 2, (1, 1), "(d0+1)/2..(d0)/2"), (1, 16, 2, (1, 1), "(d0)/2..(d0-1)/2"),
+        (0, 16, 4, (2, 1), "(d0+1)/2..(d0)/2"), (0, 16, 3, (1, 1), "(d0+2)/3..(d0)/3"),
+        (0, 16, 2, (2, 1), "d0"),
+        (3, 16, 3, (1, 1), "listed"), (0, 15, 3, (1, 1), "listed"), (0, 16, 2, (1, 2), "listed"),
+    ],
+)  # fmt: skip
+def test_who_makes_a_strided_slice_signals_by_a_formula(start, stop, step, tiles, form):
+    """Tasks between the steps signal nothing: their first event is behind their last."""
+    p = ProgramBuilder("slices")
+    x = p.input("x", (16, 4)).map("a0 + 1", name="a")
+    program = p.build(p.slice(x, 0, start, stop, step, name="y"))
+    graph = analysed(program, {"a": {"i0": tiles[0]}, "y": {"i0": tiles[1]}})
+    event = between(graph, "a", "y")
+    assert f"from a({form}" in print_events(graph)
+    wanted = {row: (row - start) // step // tiles[1] for row in range(start, stop, step)}
+    made = {(row // tiles[0],): {(event,)} for row, event in wanted.items()}
+    signals = enumerate(graph.coordinates["a"])
+    assert {t: {*event.notify.events(n, t)} for n, t in signals} == {
+        (n,): made.get((n,), set()) for n in range(16 // tiles[0])
+    }
+
+
 def chain_of(shape: tuple[int, ...], **consumers: str) -> Program:
     """P = exp(x), and consumers by name and expression."""
     p = ProgramBuilder("chain")
