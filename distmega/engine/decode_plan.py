@@ -219,6 +219,67 @@ def _known_layouts(program: Program) -> dict[str, Layout]:
     }
 
 
+def _cache_layouts(
+    program: Program, config: AnyDecoder, mesh: DeviceMesh, batch: int
+) -> dict[str, Layout]:
+    """Caches of several sequences are divided by heads, as those of one are, since a prefill writes
+    all of a sequence's; where ranks can't divide heads, each has all of them.
+    """
+    caches = program.with_role("state") if batch > 1 else ()
+    sizes = [(axis, size) for axis, size in mesh.axes if size > 1]
+    return {
+        cache.name: shard(SEQUENCE_DIM + 1, axis)
+        if fits(config.num_kv_heads, size)
+        else replicate()
+        for cache in caches
+        for axis, size in sizes
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DecodeRequest:
+    """What plan_decode is asked for, of any stage."""
+
+    config: AnyDecoder
+    mesh: DeviceMesh
+    machine: Machine
+    options: EngineOptions
+    logits: Logits
+    memory_limit_bytes: int | None
+    method: Method
+
+    def plan(self, copies: int, index: int) -> StagePlan:
+        """The plan of a stage, with so many copies of each kv head."""
+        config = copy_kv_heads(self.config, copies)
+        program = self._program(config)
+        cuts = cut_positions(program, num_stages_of(self.mesh), starts=layer_starts(config))
+        stage = split_stages(program, cuts)[index]
+        ranks = stage_mesh(self.mesh, index)
+        plan = plan_program(
+            stage.program,
+            ranks,
+            self.machine,
+            annotations=_cache_layouts(stage.program, config, ranks, self.options.batch)
+            | expert_layouts(stage.program, ranks, self.options.experts)
+            | _known_layouts(stage.program),
+            memory_limit_bytes=self.memory_limit_bytes,
+        )
+        return StagePlan(plan=plan, mesh=self.mesh, stage=stage, cuts=cuts, kv_copies=copies)
+
+    def _program(self, config: AnyDecoder) -> Program:
+        """A decode step of all stages."""
+        return build_decoder(
+            config,
+            1,
+            context_limit(config, self.options),
+            batch=self.options.batch,
+            logits=self.logits,
+            dtype=self.machine.dtype,
+            method=self.method,
+            peaks=self.machine == CPU,  # a GPU's kernel leaves logits where the engine sees them
+        )
+
+
 @gc_paused
 def plan_decode(
     config: AnyDecoder,
@@ -242,17 +303,20 @@ def plan_decode(
             expected="a layer a stage at least",
             remedy=f"use a smaller {argument('pp')}",
         )
+    request = _DecodeRequest(
+        config=config,
+        mesh=mesh,
+        machine=machine,
+        options=options,
+        logits=logits,
+        memory_limit_bytes=memory_limit_bytes,
+        method=method,
+    )
     found: dict[int, StagePlan] = {}
     problem: PlanError | None = None
-
-    def plan(copies: int, index: int) -> StagePlan:
-        return _plan_copies(
-            config, copies, mesh, machine, options, logits, memory_limit_bytes, method, index
-        )
-
     for copies in kv_copies_to_try(config, mesh):
         try:
-            found[copies] = plan(copies, 0)
+            found[copies] = request.plan(copies, 0)
         except PlanError as error:
             problem = problem or error
     if not found:
@@ -264,7 +328,7 @@ def plan_decode(
         if len(found) > 1
     }
     best = min(times, key=lambda copies: times[copies]) if times else min(found)
-    return plan(best, index) if index else found[best]
+    return request.plan(best, index) if index else found[best]
 
 
 def kv_copies_to_try(config: AnyDecoder, mesh: DeviceMesh) -> tuple[int, ...]:
@@ -300,58 +364,6 @@ def _divides(config: AnyDecoder, axis: str, size: int) -> bool:
     """Whether so many ranks can divide kv heads, query heads of each, or copies of kv heads."""
     alone = any(fits(extent, size) for extent in (config.num_kv_heads, config.group))
     return alone or len(kv_copies_to_try(config, DeviceMesh(**{axis: size}))) > 1
-
-
-def _plan_copies(
-    config: AnyDecoder,
-    copies: int,
-    mesh: DeviceMesh,
-    machine: Machine,
-    options: EngineOptions,
-    logits: Logits,
-    memory_limit_bytes: int | None,
-    method: Method,
-    index: int,
-) -> StagePlan:
-    """plan_decode with so many copies of each kv head.
-
-    Caches of several sequences are divided by heads, as those of one are, since a prefill writes
-    all of a sequence's; where ranks can't divide heads, each has all of them.
-    """
-    config, num_stages = copy_kv_heads(config, copies), num_stages_of(mesh)
-    context, batch = context_limit(config, options), options.batch
-    program = build_decoder(
-        config,
-        1,
-        context,
-        batch=batch,
-        logits=logits,
-        dtype=machine.dtype,
-        method=method,
-        peaks=machine == CPU,  # a GPU's kernel leaves its logits where the engine looks at them
-    )
-    cuts = cut_positions(program, num_stages, starts=layer_starts(config))
-    stage = split_stages(program, cuts)[index]
-    ranks = stage_mesh(mesh, index)
-    caches = stage.program.with_role("state") if batch > 1 else ()
-    by_heads = {
-        cache.name: shard(SEQUENCE_DIM + 1, axis)
-        if fits(config.num_kv_heads, size)
-        else replicate()
-        for cache in caches
-        for axis, size in ranks.axes
-        if size > 1
-    }
-    plan = plan_program(
-        stage.program,
-        ranks,
-        machine,
-        annotations=by_heads
-        | expert_layouts(stage.program, ranks, options.experts)
-        | _known_layouts(stage.program),
-        memory_limit_bytes=memory_limit_bytes,
-    )
-    return StagePlan(plan=plan, mesh=mesh, stage=stage, cuts=cuts, kv_copies=copies)
 
 
 @gc_paused
