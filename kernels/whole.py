@@ -33,7 +33,6 @@ from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import KernelRunner
 from distmega.kernels import late
 from distmega.kernels.cpu.runner import CpuMegakernel, gather_along, open_peers
-from distmega.kernels.hopper.batch_plan.row_attention import cached_late_us
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.plan.matrices import count_rows
@@ -60,10 +59,6 @@ CPU_SMS = 8
 """Virtual SMs of a rank on a CPU."""
 MOST_INSTRUCTIONS = 16384
 """Of an op of a program that is asked to be one launch."""
-OP_US = 1.3
-"""That an op takes less in a kernel of the whole program than as one of library ops, of which some
-are joined: four layers with rows of 2048 on an H200, 89 us of 68 ops (docs/notes/batch.md).
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +184,7 @@ def plan_whole(
     try:
         plan = _plan_rows(local, comm, device, rules, most_rows)
         if not forced:
-            _require_sooner(plan, sum(not op.is_view for op in local.program.ops))
+            _require_several(sum(not op.is_view for op in local.program.ops))
         return plan
     except UnsupportedError as refused:
         if not forced:
@@ -361,25 +356,16 @@ def _require_whole_rows(queues: Queues, local: Localized) -> None:
         )
 
 
-def _require_sooner(plan: WholePlan, num_ops: int) -> None:
-    """Refuses what library ops, num_ops of them, do in less time, as predicted: a single one, which
-    has nothing that a kernel of the whole program could join or begin early; 128 us where the
-    kernel takes 137, of 512 MB of weights on an H200.
+def _require_several(num_ops: int) -> None:
+    """Refuses a single op, which a library op does in less time: a kernel of the whole program has
+    nothing to join or to begin early; 128 us where the kernel takes 137, of 512 MB of weights on an
+    H200.
     """
     if num_ops == 1:
         raise UnsupportedError(
             "a program of one op",
             expected="several ops, which one kernel does sooner than as many",
             remedy="leave it to a library op, or ask for one launch by megakernel=True",
-        )
-    late_us = cached_late_us(plan.queues) if isinstance(plan.queues, BatchQueues) else 0.0
-    saved_us = OP_US * num_ops
-    if late_us > saved_us:
-        raise UnsupportedError(
-            f"attention over a cache that rows share, predicted {late_us:.0f} us slower than "
-            f"library ops, where a kernel of the other {num_ops} ops saves {saved_us:.0f} us",
-            expected="a program that one kernel does sooner",
-            remedy="leave it to library ops, or ask for one launch by megakernel=True",
         )
 
 

@@ -112,6 +112,14 @@ SMALL: Mapping[str, tuple[str, Callable[[], None]]] = MappingProxyType(
             for rows in (4, 16, 64)
         },
         "rows of a prompt": ("decode", partial(run_program, partial(prompt, 5))),
+        "rows of a long prompt": (
+            "decode",
+            partial(
+                run_program,
+                partial(prompt, 5, context=900),
+                values_of=partial(random_values, first=800),
+            ),
+        ),
         "expert, 1 row": ("decode", partial(run_program, partial(layers, 1))),
         "expert, 5 rows": ("decode", partial(run_program, partial(layers, 1, rows=5))),
         **{

@@ -36,13 +36,13 @@ MOST_ERROR = 1.25
 """Times the error of torch in bf16."""
 
 
-def check(program: Program, unseen: tuple[range, ...] = ()) -> None:
+def check(program: Program, unseen: tuple[range, ...] = (), first: int = FIRST) -> None:
     """One launch, no library op; floats as exact as torch's, a token that is as good as its.
-    unseen: positions of caches that hold no numbers.
+    unseen: positions of caches that hold no numbers; first: position of the first row.
     """
     plan = plan_program(program, MESH, H200)
     step = CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0", warm=True, megakernel=True)
-    values = {name: x.cuda() for name, x in random_values(program).items()}
+    values = {name: x.cuda() for name, x in random_values(program, first=first).items()}
     for tensor in program.with_role("state"):
         for positions in unseen:
             values[tensor.name][:, positions.start : positions.stop] = torch.nan
@@ -128,6 +128,14 @@ def test_rows_of_one_cache(name):
 @pytest.mark.parametrize("rows", [2, 16, 40, 64])
 def test_any_rows_of_one_cache(rows):
     check(prompt(rows, dim=128 if rows == 16 else 64, group=4))
+
+
+@pytest.mark.parametrize(("name", "rows"), [(name, 4) for name in PROMPTS] + [("rope", 40)])
+def test_sms_share_the_keys_of_a_head(name, rows):
+    """Of few heads every SM has a part of the keys."""
+    first = 2100
+    unseen = range(first - 8 if name == "window" else 0), range(first + rows, 2304)
+    check(prompt(rows, context=2304, **PROMPTS[name]), unseen, first)
 
 
 @pytest.mark.parametrize("rows", [3, 16])

@@ -327,11 +327,14 @@ def prompt(
     window: int = 0,
     softcap: float = 0.0,
     layers: int = 2,
+    context: int = CONTEXT,
 ) -> Program:
-    """Rows of one sequence: tokens whose keys and values go into one cache before rows see them."""
+    """Rows of one sequence: tokens whose keys and values go into one cache of `context` positions
+    before rows see them.
+    """
     p = ProgramBuilder("prompt")
     ids, at = p.input("ids", (rows,), "i64"), p.input("positions", (rows,), "i64")
-    table = p.weight("angles", (CONTEXT, dim), "f32")
+    table = p.weight("angles", (context, dim), "f32")
     shapes = {"q": (kv_heads, group, dim), "k": (kv_heads, dim), "v": (kv_heads, dim)}
     x = p.embedding(ids, p.weight("table", (VOCAB, HIDDEN), "bf16"), name="x")
     for i in range(layers):
@@ -344,11 +347,11 @@ def prompt(
                 made[name] = rms(p, made[name], f"{name}{i}_norm")
             if name != "v" and turned:
                 made[name] = p.rope(made[name], at, table)
-        caches = [p.state(f"{name}{i}_cache", (kv_heads, CONTEXT, dim), "bf16") for name in "kv"]
+        caches = [p.state(f"{name}{i}_cache", (kv_heads, context, dim), "bf16") for name in "kv"]
         for cache, name in zip(caches, "kv", strict=True):
             p.kv_append(cache, made[name], at)
         if biased:
-            bias = p.weight(f"bias{i}", (CONTEXT, kv_heads, group), "f32")
+            bias = p.weight(f"bias{i}", (context, kv_heads, group), "f32")
             mixed = p.op(biased_attention, made["q"], *caches, at, bias, scale=dim**-0.5)
         else:
             mixed = p.attention(made["q"], *caches, at, dim**-0.5, window=window, softcap=softcap)
@@ -399,8 +402,10 @@ HEADS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
 """Heads for `attending` of several rows."""
 
 
-def random_values(program: Program, seed: int = 0) -> dict[str, Tensor]:
-    """Inputs, weights and states; products of about 1."""
+def random_values(program: Program, seed: int = 0, first: int = FIRST) -> dict[str, Tensor]:
+    """Inputs, weights and states; products of about 1. first: position of the first row, of rows
+    over one cache.
+    """
     generator = torch.Generator().manual_seed(seed)
     values: dict[str, Tensor] = {}
     contexts = {tensor.shape[-2] for tensor in program.with_role("state")} or {CONTEXT}
@@ -411,7 +416,7 @@ def random_values(program: Program, seed: int = 0) -> dict[str, Tensor]:
         if tensor.role == "temp":
             continue
         if tensor.name == "positions" and any(len(one.shape) == 3 for one in states):
-            values[tensor.name] = FIRST + torch.arange(tensor.num_elements)
+            values[tensor.name] = first + torch.arange(tensor.num_elements)
             continue
         if tensor.dtype == "i64":
             most = min(contexts) if tensor.name == "positions" else min(tables, default=VOCAB)

@@ -16,6 +16,7 @@ from distmega.kernels.hopper.batch_plan.types import (
     BatchEpilogues,
     BatchFormulas,
     RowAttentionShapes,
+    most_partial_words,
 )
 from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.plan.types import ExpertShape
@@ -36,8 +37,10 @@ class BatchMemory(NamedTuple):
     sums: f32 [slots, 16, 256], each SM's part of each sequence's sum of squares.
     bests, best_rows: f32 and int32 [16, 256], each SM's highest logit and its row. The runner
     writes the ids to begin with there, and -inf elsewhere.
-    partials: f32, two an SM, outputs, maximum and sum of a part of a sequence and head.
-    arrivals: int32 [16 * kv heads * parts], SMs that have left a partial.
+    partials: f32, of each SM two of a part of a sequence and head, or one of a part of the keys
+    that 16 queries see: outputs, maxima and sums.
+    arrivals: int32, SMs that have left a partial: of each sequence and head [rows * kv heads *
+    parts], of each task of rows over rows, or of the more numerous.
     vectors: bf16, the weight arena, of which norm weights and biases are read; written by nobody.
     embed: bf16, this rank's part of the table [rows, columns], written by nobody; or the rows that
     come in, which the runner gives.
@@ -116,3 +119,8 @@ class BatchSpec:
     biased: bool = False
     rows: int = BATCH
     row_attention: RowAttentionShapes = RowAttentionShapes()
+
+    @property
+    def partial_words(self) -> int:
+        """float32 words of the partials of attention of an SM."""
+        return most_partial_words(self.head_dim, self.row_attention)

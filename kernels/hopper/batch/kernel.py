@@ -57,7 +57,6 @@ from distmega.kernels.hopper.batch_plan.fields import (
     OP_ROWS,
     OP_SAMPLE,
     OPCODE,
-    PARTIAL_EXTRA,
     SRC,
     STAMP_BEGIN,
     STAMP_CHOSEN,
@@ -71,7 +70,6 @@ from distmega.kernels.hopper.one_row.bodies.products import address_of, write_ad
 from distmega.kernels.hopper.plan.fields import GREEDY, SAMPLED, WORDS
 from distmega.kernels.hopper.ptx.device import fence_all, fetch, keep
 from distmega.kernels.hopper.ptx.shapes import (
-    GROUP_LIMIT,
     MMA_M,
     NUM_WARPS,
     PLAIN,
@@ -132,8 +130,7 @@ def rows_given(batch, ROWS: gl.constexpr):
 @gluon.jit
 def parts_of(partials, num_sms, spec: gl.constexpr):
     """Where the parts of products lie, behind the partials of attention."""
-    stride: gl.constexpr = GROUP_LIMIT * SLICE_K * num_halves(spec.head_dim) + PARTIAL_EXTRA
-    return partials + num_sms * (2 * stride)
+    return partials + num_sms * spec.partial_words
 
 
 @gluon.jit
@@ -241,7 +238,7 @@ def compute(
                 )
             elif count(ATTENDED) > 0 and words[OPCODE] >= OP_ROWS:
                 attend_rows(
-                    words, memory, state, batch, step, sm, num_sms, eps, ATTENDED, ROWS,
+                    words, memory, red, state, batch, step, sm, num_sms, eps, ATTENDED, ROWS,
                     spec.wide_norms,
                 )
                 ahead = fetch(queue, following)  # again: no registers to keep it in meanwhile

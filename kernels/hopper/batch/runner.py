@@ -15,13 +15,12 @@ from distmega.kernels.hopper.batch import kernel
 from distmega.kernels.hopper.batch.arguments import BatchMemory, BatchSpec
 from distmega.kernels.hopper.batch.bodies.limits import list_words
 from distmega.kernels.hopper.batch_plan.proof import CHUNK
-from distmega.kernels.hopper.batch_plan.types import BatchQueues
+from distmega.kernels.hopper.batch_plan.types import BatchQueues, most_partial_words
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     BATCH_STAMPS,
     EVENT_WORDS,
     EVENTS_AT,
-    PARTIAL_EXTRA,
     SEEDS_AT,
     SETTINGS,
     SETTINGS_AT,
@@ -44,8 +43,8 @@ from distmega.kernels.hopper.one_row.runner import (
     padded_logits,
     require_steps,
 )
-from distmega.kernels.hopper.plan.types import MAX_QUERIES, NO_ATTENTION
-from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE, SLICE_K, WORDS
+from distmega.kernels.hopper.plan.types import NO_ATTENTION
+from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE, WORDS
 from distmega.kernels.hopper.timeline import batch_spans
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
@@ -125,11 +124,11 @@ class BatchRunner:
         """Where ids are given: the first SM has found them."""
         self._bests_given[:, 0] = 0.0
         self._best_rows = zeros(num_rows, MAX_SMS, dtype=torch.int32)
-        columns = SLICE_K * -(-self._shape.head_dim // SLICE_K)
-        of_attention = num_sms * 2 * (MAX_QUERIES * columns + PARTIAL_EXTRA)
+        of_attention = num_sms * most_partial_words(self._shape.head_dim, queues.row_attention)
         self._partials = zeros(of_attention + queues.num_parts)
-        heads = self._shape.num_kv_heads * self._shape.num_parts
-        self._arrivals = zeros(num_rows * heads, dtype=torch.int32)
+        tasks = [shape.num_tasks(num_rows) for shape in queues.row_attention.each]
+        tasks.append(num_rows * self._shape.num_kv_heads * self._shape.num_parts)
+        self._arrivals = zeros(max(tasks), dtype=torch.int32)
         self._state = zeros(STATE_WORDS, dtype=torch.int32)
         self._ids = zeros(MAX_STEPS, num_rows, dtype=torch.int32)
         self._num_sequences = queues.batch

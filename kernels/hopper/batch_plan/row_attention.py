@@ -9,7 +9,6 @@ from distmega.kernels.hopper.batch_plan.draft import FOREVER, BatchDraft
 from distmega.kernels.hopper.batch_plan.proof import CHUNK
 from distmega.kernels.hopper.batch_plan.results import keep_numbers, take_chunks
 from distmega.kernels.hopper.batch_plan.types import (
-    BatchQueues,
     Given,
     RowAttentionShape,
     RowAttentionShapes,
@@ -30,12 +29,6 @@ from distmega.program.types import packed_strides
 
 GIVEN = "bool", "f32", "bf16", "f16"
 """Types of what the runner writes as numbers."""
-KEY_US = 0.041
-LIBRARY_KEY_US = 0.0145
-"""A key that the rows of a head see, in the kernel, where one SM goes through all keys of a head,
-and by library ops, which divide them among SMs: 512 to 16384 keys of 32 heads of 64 elements, 4
-and 16 rows, on an H200 (docs/notes/batch.md).
-"""
 
 
 def attended_rows(draft: BatchDraft) -> list[FusedRowAttention]:
@@ -55,21 +48,6 @@ def row_attention_shapes(draft: BatchDraft) -> RowAttentionShapes:
 def cached_alone(draft: BatchDraft) -> list[FusedAttention]:
     """Attention over a cache of each row."""
     return [op for op in draft.fused if isinstance(op, FusedAttention)]
-
-
-def cached_late_us(queues: BatchQueues) -> float:
-    """Microseconds that attention over caches which rows share takes longer than library ops do,
-    as predicted for full caches; below 0 where it takes less.
-    """
-    blocks = -(-queues.batch // BATCH)
-    found = 0.0
-    for one in queues.queues[0]:
-        if isinstance(one, BatchRows) and queues.row_attention.each[one.shape].cached:
-            items = queues.row_attention.each[one.shape].num_heads * blocks
-            turns = -(-items // len(queues.queues))
-            num_seen = min(one.num_keys, one.sees or one.num_keys)
-            found += num_seen * (turns * KEY_US - LIBRARY_KEY_US)
-    return found
 
 
 def shape_of(op: FusedRowAttention) -> RowAttentionShape:

@@ -7,10 +7,13 @@ Made by queues.py, read by batch/runner.py, which is next on the walk.
 from dataclasses import dataclass
 
 from distmega.kernels.hopper.batch_plan.words import (
+    BATCH,
     EVENT_WORDS,
     EVENTS_AT,
+    LEAST_KEYS,
     NOTHING,
     PAIRED,
+    PARTIAL_EXTRA,
     PRODUCT_TILE,
     BatchInstruction,
     BatchLinear,
@@ -20,6 +23,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     num_computed,
 )
 from distmega.kernels.hopper.plan.types import (
+    MAX_QUERIES,
     AttentionShape,
     Buffer,
     ExpertShape,
@@ -90,6 +94,13 @@ class BatchFormulas:
     each: tuple[BatchFormula, ...]
 
 
+def partial_words(head_dim: int) -> int:
+    """float32 words of an SM's partials of heads of so many elements, two of 8 queries or one of
+    16: outputs, maxima and sums.
+    """
+    return 2 * (MAX_QUERIES * SLICE_K * -(-head_dim // SLICE_K) + PARTIAL_EXTRA)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowAttentionShape:
     """Extents of attention of rows over rows of the same step, or over one cache. cached: whether
@@ -111,12 +122,42 @@ class RowAttentionShape:
     num_keys: int = 0
     mask_step: int = 0
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def turn_keys(self) -> int:
+        """Keys that are looked at at a time."""
+        return LEAST_KEYS if self.cached and self.head_dim <= SLICE_K else LEAST_KEYS // 2
+
+    @property
+    def least_turns(self) -> int:
+        """Of a part of the keys."""
+        return LEAST_KEYS // self.turn_keys
+
+    @property
+    def partial_words(self) -> int:
+        """float32 words of a partial of 16 queries."""
+        return partial_words(self.head_dim)
+
+    def num_tasks(self, num_rows: int) -> int:
+        """Of so many rows: 16 queries of a kv head each."""
+        return self.num_kv_heads * -(-num_rows * self.group // BATCH)
+
 
 @dataclass(frozen=True, slots=True)
 class RowAttentionShapes:
     """Those of a segment, as one constant of its kernel."""
 
     each: tuple[RowAttentionShape, ...] = ()
+
+
+def most_partial_words(head_dim: int, row_attention: RowAttentionShapes) -> int:
+    """Of attention over caches of each row with heads of head_dim elements, and over rows."""
+    dims = [head_dim, *(shape.head_dim for shape in row_attention.each)]
+    return max(map(partial_words, dims))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

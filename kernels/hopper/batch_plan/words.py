@@ -42,6 +42,8 @@ READY_WORDS = 2 * MAX_SMS
 """Flagged words by which a rank's SMs tell that their logits are written, two an SM."""
 PARTIAL_EXTRA = 16
 """float32 words after the 8 rows of outputs of a partial: 8 maxima, 8 sums."""
+LEAST_KEYS = 128
+"""Of a part of the keys, where several SMs share those of a head."""
 
 SETTINGS = 3
 """Numbers that say how the ids of a sequence are sampled: see one_row/bodies/sample.py."""
@@ -435,8 +437,9 @@ class BatchHeads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRows:
-    """Attention of rows over num_keys keys: SM i takes every num_sms-th of the query heads of 16
-    rows from number i on.
+    """Attention of rows over num_keys keys: SM i takes every num_sms-th task of 16 queries of a kv
+    head from number i on or, where there are at least twice as many SMs as tasks, part i // tasks
+    of the keys of number i % tasks. Queries are rows and the query heads of a row.
 
     src, k_src, v_src: the float32 number that the first row's query, key and value heads begin
     with, as the kernel computes rows; num_rows, k_rows, v_rows: from one row to the next. Of a

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distmega.errors import UnsupportedError
-from distmega.kernels.hopper.batch_plan.types import BatchQueues
+from distmega.kernels.hopper.batch_plan.types import BatchQueues, most_partial_words
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     BEST_WORDS,
@@ -48,7 +48,7 @@ from distmega.kernels.hopper.emulator.batch.bodies import (
 from distmega.kernels.hopper.emulator.batch.experts import groups_of, route, tiles_of
 from distmega.kernels.hopper.emulator.batch.pointwise import pointwise
 from distmega.kernels.hopper.emulator.batch.rows import attend_rows, prepare_heads
-from distmega.kernels.hopper.emulator.batch.sm import BatchGpu, BatchSm, Event
+from distmega.kernels.hopper.emulator.batch.sm import Arrivals, BatchGpu, BatchSm, Event
 from distmega.kernels.hopper.emulator.interleaving import RAN, Interleaving, Key, Steps
 from distmega.kernels.hopper.emulator.memory import FlaggedWords, PlainData
 from distmega.kernels.hopper.emulator.numbers import Floats, numbers_of
@@ -136,7 +136,9 @@ def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> Ba
     def data(name: str, size: int, value: float) -> PlainData:
         return PlainData(name, rank, np.full(max(size, 1), value, dtype=np.float32), num)
 
-    rows = queues.rows
+    rows, shapes = queues.rows, queues.row_attention
+    num_partials = len(queues.queues) * most_partial_words(0, shapes)
+    num_tasks = max((shape.num_tasks(rows) for shape in shapes.each), default=0)
     best_rows = np.zeros(rows * MAX_SMS, dtype=np.int64)
     return BatchGpu(
         rank=rank,
@@ -160,6 +162,8 @@ def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> Ba
         logits=data("logit", rows * queues.logit_rows, np.nan),
         bests=data("best logit", rows * MAX_SMS, -np.inf),
         parts=data("part", queues.num_parts, np.nan),
+        partials=data("partial", num_partials, np.nan),
+        arrivals=[Arrivals(order, rank, number, num) for number in range(num_tasks)],
         best_rows=PlainData("best row", rank, best_rows, num),
     )
 

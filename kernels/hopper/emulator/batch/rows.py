@@ -4,6 +4,8 @@ In: an SM and an instruction. Out: numbers, the cache, activations. It mirrors b
 Next on the walk: kernel.py.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from distmega.kernels.hopper.batch_plan.types import RowAttentionShape
@@ -17,7 +19,7 @@ from distmega.kernels.hopper.batch_plan.words import (
 from distmega.kernels.hopper.emulator.batch.bodies import norm_vector
 from distmega.kernels.hopper.emulator.batch.sm import BatchSm
 from distmega.kernels.hopper.emulator.interleaving import RAN, Steps
-from distmega.kernels.hopper.emulator.numbers import Floats, to_bf16
+from distmega.kernels.hopper.emulator.numbers import Floats, Indices, to_bf16
 
 
 def shape_of(sm: BatchSm, one: BatchHeads | BatchRows) -> RowAttentionShape:
@@ -58,66 +60,134 @@ def prepare_heads(sm: BatchSm, one: BatchHeads, step: int) -> Steps:
 
 
 def attend_rows(sm: BatchSm, one: BatchRows, step: int) -> Steps:
-    """Every num_sms-th query head of 16 rows from the SM's number on."""
+    """Every num_sms-th task of 16 queries from the SM's number on, or its part of the keys of
+    one.
+    """
     gpu, shape, batch = sm.gpu, shape_of(sm, one), sm.gpu.queues.batch
-    dim, column = shape.head_dim, np.arange(shape.head_dim)
-    blocks = -(-batch // BATCH)
-    for number in range(sm.sm, shape.num_heads * blocks, gpu.num_sms):
-        head, block = divmod(number, blocks)
-        rows = np.arange(block * BATCH, min(batch, block * BATCH + BATCH))
+    tasks, size = shape.num_tasks(batch), shape.turn_keys
+    most = max(gpu.num_sms // tasks, 1)
+    for number in range(sm.sm, tasks * most, gpu.num_sms):
+        part, task = divmod(number, tasks)
+        kv_head, block = divmod(task, tasks // shape.num_kv_heads)
+        queries = block * BATCH + np.arange(BATCH)
+        rows, heads = np.divmod(queries[queries < batch * shape.group], shape.group)
+        heads += kv_head * shape.group
         at = gpu.state.read(sm.compute, STATE_POSITIONS + rows).astype(np.int64) + step
-        stop, start = one.num_keys, 0
-        if one.sees:
-            stop = min(int(at.max()) + 1, one.num_keys)
-            start = max(int(at.min()) - one.sees + 1, 0)
-        if shape.num_queries:
-            start = int(rows[0]) // shape.num_queries * shape.num_keys
-            stop = (int(rows[-1]) // shape.num_queries + 1) * shape.num_keys
-        keys = np.arange(start, stop)
-        here = one.src + rows[:, None] * one.num_rows + head * dim + column
-        q = to_bf16(sm.load(gpu.numbers, here.reshape(-1))).reshape(here.shape)
-        kv_head = head * shape.num_kv_heads // shape.num_heads
-        k = seen_heads(sm, one, one.k_src, one.k_rows, kv_head, start, stop)
-        v = seen_heads(sm, one, one.v_src, one.v_rows, kv_head, start, stop)
-        scores = (q @ k.T) * np.float32(one.scale)
-        if shape.softcap:
-            scores = np.tanh(scores / shape.softcap) * np.float32(shape.softcap)
-        seen = np.ones(scores.shape, dtype=np.bool_)
-        if one.sees:
-            seen = (keys <= at[:, None]) & (keys > at[:, None] - one.sees)
-        own, own_keys, between = rows[:, None], keys, np.zeros((len(rows), 1), dtype=np.int64)
-        if shape.num_queries:
-            sequence = rows[:, None] // shape.num_queries
-            seen = keys // shape.num_keys == sequence
-            own, own_keys = own % shape.num_queries, keys % shape.num_keys
-            between = sequence * shape.mask_step
-        if one.mask != NOTHING:
-            steps = head * one.head_step + own * one.row_step + own_keys * one.key_step + between
-            scores = scores + sm.load(gpu.numbers, (one.mask + steps).reshape(-1)).reshape(
-                steps.shape
-            )
-        scores = np.where(seen, scores, -np.inf)
-        top = scores.max(1, keepdims=True)
-        weights = np.exp(scores - np.where(np.isfinite(top), top, 0))
-        total = weights.sum(1, keepdims=True)
-        mixed = to_bf16(weights.astype(np.float32)) @ v
-        y: Floats = (mixed / np.where(total, total, 1)).astype(np.float32)
-        columns = head * dim + column
-        if one.dst != NOTHING:
-            to = (one.dst // BATCH + columns) * gpu.rows + rows[:, None]
-            sm.store(gpu.acts, to.reshape(-1), to_bf16(y).reshape(-1))
-        if one.keep != NOTHING:
-            to = one.keep + rows[:, None] * shape.num_heads * dim + columns
-            sm.store(gpu.numbers, to.reshape(-1), y.reshape(-1))
+        start, stop = seen_keys(one, shape, rows, at)
+        turn0 = start // size
+        turns = -(-stop // size) - turn0
+        each = max(-(-turns // most), shape.least_turns)
+        parts = max(-(-turns // each), 1)
+        if part >= parts:
+            continue
+        begin = (turn0 + part * each) * size
+        keys = np.arange(max(begin, start), min(begin + each * size, stop))
+        found = attend_keys(sm, one, rows, heads, at, keys)
+        if parts > 1:
+            words = shape.partial_words
+            own = np.concatenate([part_of.reshape(-1) for part_of in found])
+            sm.store(gpu.partials, sm.sm * words + np.arange(len(own)), own)
+            if not (yield from sm.arrive_last(task, parts)):
+                continue
+            found = joined([_partial(sm, (task + i * tasks) * words, found) for i in range(parts)])
+        _, total, mixed = found
+        store_rows(sm, one, rows, heads, (mixed / np.where(total, total, 1)).astype(np.float32))
         yield RAN
 
 
-def seen_heads(
-    sm: BatchSm, one: BatchRows, src: int, length: int, head: int, start: int, stop: int
-) -> Floats:
-    """[keys, head_dim]: keys, or values, `start` to `stop` of a head."""
+Partial = tuple[Floats, Floats, Floats]
+"""Of queries: maxima and sums [queries, 1], unscaled outputs [queries, head_dim]."""
+
+
+def seen_keys(
+    one: BatchRows, shape: RowAttentionShape, rows: Indices, at: Indices
+) -> tuple[int, int]:
+    """The first key that some of the rows sees, and the one behind the last."""
+    if shape.num_queries:
+        first, last = (int(row) // shape.num_queries for row in (rows[0], rows[-1]))
+        return first * shape.num_keys, (last + 1) * shape.num_keys
+    if one.sees:
+        return max(int(at.min()) - one.sees + 1, 0), min(int(at.max()) + 1, one.num_keys)
+    return 0, one.num_keys
+
+
+def attend_keys(
+    sm: BatchSm, one: BatchRows, rows: Indices, heads: Indices, at: Indices, keys: Indices
+) -> Partial:
+    """What queries of these rows and heads, at positions `at`, see of some keys of one kv head."""
     gpu, shape = sm.gpu, shape_of(sm, one)
-    column, key = np.arange(shape.head_dim), np.arange(start, stop)[:, None]
+    dim, column = shape.head_dim, np.arange(shape.head_dim)
+    here = one.src + (rows * one.num_rows + heads * dim)[:, None] + column
+    q = to_bf16(sm.load(gpu.numbers, here.reshape(-1))).reshape(here.shape)
+    kv_head = int(heads[0]) // shape.group
+    k = seen_heads(sm, one, one.k_src, one.k_rows, kv_head, keys)
+    v = seen_heads(sm, one, one.v_src, one.v_rows, kv_head, keys)
+    scores = (q @ k.T) * np.float32(one.scale)
+    if shape.softcap:
+        scores = np.tanh(scores / shape.softcap) * np.float32(shape.softcap)
+    seen = np.ones(scores.shape, dtype=np.bool_)
+    if one.sees:
+        seen = (keys <= at[:, None]) & (keys > at[:, None] - one.sees)
+    own, own_keys, between = rows[:, None], keys, np.zeros((len(rows), 1), dtype=np.int64)
+    if shape.num_queries:
+        sequence = rows[:, None] // shape.num_queries
+        seen = keys // shape.num_keys == sequence
+        own, own_keys = own % shape.num_queries, keys % shape.num_keys
+        between = sequence * shape.mask_step
+    if one.mask != NOTHING:
+        steps = (
+            heads[:, None] * one.head_step + own * one.row_step + own_keys * one.key_step + between
+        )
+        mask = sm.load(gpu.numbers, (one.mask + steps).reshape(-1))
+        scores = scores + mask.reshape(steps.shape)
+    scores = np.where(seen, scores, -np.inf)
+    top: Floats = scores.max(1, keepdims=True).astype(np.float32)
+    weights = np.exp(scores - np.where(np.isfinite(top), top, 0)).astype(np.float32)
+    mixed: Floats = (to_bf16(weights) @ v).astype(np.float32)
+    return top, weights.sum(1, keepdims=True), mixed
+
+
+def _partial(sm: BatchSm, first: int, like: Partial) -> Partial:
+    """What an SM has left from an element on."""
+    top, total, mixed = like
+    num = len(top)
+    found = sm.load(sm.gpu.partials, first + np.arange(2 * num + mixed.size))
+    return (
+        found[:num].reshape(top.shape),
+        found[num : 2 * num].reshape(total.shape),
+        found[2 * num :].reshape(mixed.shape),
+    )
+
+
+def joined(partials: Sequence[Partial]) -> Partial:
+    """Those of parts of the keys as one."""
+    top: Floats = np.max([one[0] for one in partials], axis=0)
+    highest = np.where(np.isfinite(top), top, 0)
+    total, mixed = np.zeros_like(top), np.zeros_like(partials[0][2])
+    for own, sums, outputs in partials:
+        share = np.exp(own - highest)
+        total, mixed = total + sums * share, mixed + outputs * share
+    return top, total, mixed
+
+
+def store_rows(sm: BatchSm, one: BatchRows, rows: Indices, heads: Indices, y: Floats) -> None:
+    """Outputs of queries, to where others take them from."""
+    gpu, shape = sm.gpu, shape_of(sm, one)
+    columns = heads[:, None] * shape.head_dim + np.arange(shape.head_dim)
+    if one.dst != NOTHING:
+        to = (one.dst // BATCH + columns) * gpu.rows + rows[:, None]
+        sm.store(gpu.acts, to.reshape(-1), to_bf16(y).reshape(-1))
+    if one.keep != NOTHING:
+        to = one.keep + rows[:, None] * shape.num_heads * shape.head_dim + columns
+        sm.store(gpu.numbers, to.reshape(-1), y.reshape(-1))
+
+
+def seen_heads(
+    sm: BatchSm, one: BatchRows, src: int, length: int, head: int, keys: Indices
+) -> Floats:
+    """[keys, head_dim]: some keys, or values, of a head."""
+    gpu, shape = sm.gpu, shape_of(sm, one)
+    column, key = np.arange(shape.head_dim), keys[:, None]
     if shape.cached:
         at = (src + head * one.num_keys + key) * shape.head_dim + column
         return sm.load(gpu.cache, at.reshape(-1)).reshape(at.shape)

@@ -4,7 +4,7 @@ In: queues and memory of a rank. Out: waits for events, loads and stores of acti
 Next on the walk: bodies.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH, BatchInstruction
 from distmega.kernels.hopper.emulator.clocks import Agent, Clock
-from distmega.kernels.hopper.emulator.interleaving import Interleaving, Steps
+from distmega.kernels.hopper.emulator.interleaving import Interleaving, Key, Steps
 from distmega.kernels.hopper.emulator.memory import PendingStore, PlainData
 from distmega.kernels.hopper.emulator.numbers import Floats, Indices
 from distmega.kernels.hopper.emulator.sm import EmulatedGpu, Sm
@@ -23,6 +23,8 @@ from distmega.kernels.hopper.plan.words import MAX_SMS
 
 class Event:
     """A counter that every SM counts up once a step, releasing what it stored before."""
+
+    kind = "event"
 
     def __init__(self, order: Interleaving, rank: int, number: int, num_agents: int) -> None:
         self.order, self.rank, self.number = order, rank, number
@@ -34,14 +36,29 @@ class Event:
         self.count += 1
         np.maximum(self.done, store.snapshot.done, out=self.done)
         np.maximum(self.seen, store.snapshot.fenced, out=self.seen)
-        self.order.wake(("event", self.rank, self.number))
+        self.order.wake((self.kind, self.rank, self.number))
+
+
+class Arrivals(Event):
+    """A counter that some SMs count up, which tells each how many came before it."""
+
+    kind = "arrival"
+
+    def __init__(self, order: Interleaving, rank: int, number: int, num_agents: int) -> None:
+        super().__init__(order, rank, number, num_agents)
+        self.turns: dict[int, int] = {}
+
+    def apply(self, store: PendingStore) -> None:
+        self.turns[store.writer.number] = self.count
+        super().apply(store)
 
 
 @dataclass(slots=True, kw_only=True)
 class BatchGpu(EmulatedGpu):
     """floats: what stands in the weight arena as f32. acts: bf16 of each column and sequence;
     numbers: f32; sums: squares [slots, 16, 256]; logits: [16, rows]; bests, best_rows: [16, 256];
-    parts: of products of more than 16 rows; given: weights and states that the host may write as
+    parts: of products of more than 16 rows; partials, arrivals: of rows whose keys several SMs
+    share; given: weights and states that the host may write as
     numbers; ids: that each step of a launch chose. Elements of the cache lie one by one.
     """
 
@@ -56,6 +73,8 @@ class BatchGpu(EmulatedGpu):
     bests: PlainData
     best_rows: PlainData
     parts: PlainData
+    partials: PlainData
+    arrivals: Sequence[Arrivals]
     ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -99,8 +118,27 @@ class BatchSm(Sm):
             self.waiting = f"{self.compute} waits for event {number}, {event.count} of {target}"
             yield "event", self.gpu.rank, number
         self.waiting = ""
+        self.learn(event)
+
+    def learn(self, event: Event) -> None:
+        """Takes what those knew who have counted an event up."""
         np.maximum(self.compute.done, event.done, out=self.compute.done)
         np.maximum(self.compute.seen, event.seen, out=self.compute.seen)
+
+    def arrive_last(self, number: int, num: int) -> Generator[Key, None, bool]:
+        """Whether this SM is the last of `num` to count an arrival up, after all its stores; the
+        last sees what all have stored, and sets it back.
+        """
+        arrivals, own = self.gpu.arrivals[number], self.compute.number
+        self.fence()
+        self.store(arrivals, np.zeros(1, dtype=np.int64), np.zeros(1))
+        while own not in arrivals.turns:
+            yield "arrival", self.gpu.rank, number
+        is_last = arrivals.turns.pop(own) == num - 1
+        if is_last:
+            self.learn(arrivals)
+            arrivals.count = 0
+        return is_last
 
     def signal(self, number: int) -> None:
         """Counts an event up after all stores of this SM."""
