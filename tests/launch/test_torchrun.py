@@ -1,6 +1,5 @@
 """Ranks that torchrun starts: the same values, and one message whoever fails."""
 
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 from distmega.errors import RequestError
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import choose_launcher, choose_num_ranks, launch
+from tests.forked import run_module
 from tests.launch.conftest import is_gone, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,15 +21,9 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def torchrun(*arguments: object, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*TORCHRUN, str(num_ranks), "-m", "tests.launch.command", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    """What it says, forked with torch loaded; it starts its ranks anew."""
+    options = ("--standalone", "--nproc-per-node", str(num_ranks), "-m", "tests.launch.command")
+    return run_module("torch.distributed.run", *options, *map(str, arguments))
 
 
 def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -73,7 +67,7 @@ def test_a_rank_that_raises_explains_itself_and_nobody_else_does():
 
 
 def test_a_rank_that_hangs_is_named_after_the_timeout():
-    done = torchrun("hang", 0, 2, 4)
+    done = torchrun("hang", 0, 2, 10)  # which a busy machine needs to start both
     assert done.returncode != 0
     (message,) = errors(done)
     assert "rank 0 of 2 lost contact with rank 1" in message
