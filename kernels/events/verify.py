@@ -7,13 +7,21 @@ waits are enough is for queues/check.py.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from distmega.errors import ProgramError, VerifyError, counted
 from distmega.kernels.events.fit import grid_coordinates
 from distmega.kernels.events.graph import EventGraph, GridDim, GroupRows, TaskGrid
 from distmega.kernels.events.grouped import starts_of
 from distmega.kernels.events.symbols import AxisSymbols, spread_symbols
-from distmega.kernels.events.values import Count, EventMap, EventTensor, Extent, Sources
+from distmega.kernels.events.values import (
+    Coordinates,
+    Count,
+    EventMap,
+    EventTensor,
+    Extent,
+    Sources,
+)
 from distmega.program.kinds import kind_of
 from distmega.program.types import Op, grouped_index
 from distmega.sharding.resolve.collectives import RANK_AXIS
@@ -151,15 +159,30 @@ def _verify_grids(graph: EventGraph) -> None:
 
 
 def _verify_event(graph: EventGraph, event: EventTensor) -> None:
+    _verify_ends(graph, event)
+    triggers = _count_triggers(graph, event)
+    _verify_count(event, graph.grid_of[event.producer], triggers)
+    for dim, extent in enumerate(event.extents):
+        known = event_extent(graph.grid_of[event.producer], event.notify, dim, extent.most)
+        if extent not in (known, Extent(most=extent.most)):
+            raise _broken(event, f"extent {extent} of dim {dim}", f"{known}")
+    _verify_waits(graph, event, triggers)
+
+
+def _verify_ends(graph: EventGraph, event: EventTensor) -> None:
+    """Ops that there are, the producer before its consumers, and maps from their tasks."""
     order = {grid.op: position for position, grid in enumerate(graph.grids)}
     consumers = [consumer for consumer, _ in event.waits]
     if event.producer not in order or not {*consumers} <= order.keys():
         raise _broken(event, "an op without tasks", "ops of the program")
     if any(order[consumer] <= order[event.producer] for consumer in consumers):
         raise _broken(event, f"waits of {consumers}", "consumers after the producer")
-    producer = graph.grid_of[event.producer]
     for name, positions in ((event.producer, event.notify), *event.waits):
         _verify_map(event, positions, graph.grid_of[name])
+
+
+def _count_triggers(graph: EventGraph, event: EventTensor) -> dict[Coordinates, int]:
+    """Of each event, in order of coordinates, where all tasks run."""
     shape = tuple(extent.most for extent in event.extents)
     found = dict.fromkeys(grid_coordinates(shape), 0)
     for number, task in enumerate(graph.coordinates[event.producer]):
@@ -167,23 +190,30 @@ def _verify_event(graph: EventGraph, event: EventTensor) -> None:
             if position not in found:
                 raise _broken(event, f"task {number} signals {position}", f"events of {shape}")
             found[position] += 1
-    derived = event_count(producer, list(found.values()))
-    for position, each in zip(found, _each(event.count, event.num_events), strict=False):
-        if each != found[position]:
-            what = f"{counted(found[position], 'trigger')} of {position}"
-            raise _broken(event, what, f"its count, {event.count}")
-    if _each(derived, event.num_events) != _each(event.count, event.num_events):
-        raise _broken(event, f"counts {event.count.each}", "one number, or one an event")
-    if derived.active and not event.count.active:
+    return found
+
+
+def _verify_count(
+    event: EventTensor, producer: TaskGrid, triggers: Mapping[Coordinates, int]
+) -> None:
+    """That the count is the number of triggers, and known as its producer's tasks run."""
+    count, derived = event.count, event_count(producer, list(triggers.values()))
+    for position, each in zip(triggers, _each(count, event.num_events), strict=False):
+        if each != triggers[position]:
+            what = f"{counted(triggers[position], 'trigger')} of {position}"
+            raise _broken(event, what, f"its count, {count}")
+    if _each(derived, event.num_events) != _each(count, event.num_events):
+        raise _broken(event, f"counts {count.each}", "one number, or one an event")
+    if derived.active and not count.active:
         raise _broken(event, "a fixed count of tasks that may not run", "an active count")
-    if (derived.active, derived.symbol, derived.starts) != (
-        event.count.active, event.count.symbol, event.count.starts
-    ):  # fmt: skip
-        raise _broken(event, f"a count by {event.count}", f"{derived}, as its producer's tasks run")
-    for dim, extent in enumerate(event.extents):
-        known = event_extent(producer, event.notify, dim, extent.most)
-        if extent not in (known, Extent(most=extent.most)):
-            raise _broken(event, f"extent {extent} of dim {dim}", f"{known}")
+    if replace(derived, each=count.each) != count:
+        raise _broken(event, f"a count by {count}", f"{derived}, as its producer's tasks run")
+
+
+def _verify_waits(
+    graph: EventGraph, event: EventTensor, triggers: Mapping[Coordinates, int]
+) -> None:
+    """That consumers await what somebody triggers, of the ranks whose tasks they need."""
     ops = {op.name: op for op in graph.program.ops}
     for consumer, positions in event.waits:
         source = event_source(ops[consumer], graph.grid_of[consumer])
@@ -193,7 +223,7 @@ def _verify_event(graph: EventGraph, event: EventTensor) -> None:
             raise _broken(event, what, f"{source} of {ranks}")
         for number, task in enumerate(graph.coordinates[consumer]):
             for position in positions.events(number, task):
-                if not found.get(position, 0):
+                if not triggers.get(position, 0):
                     what = f"task {number} of {consumer!r} waits for {position}"
                     raise _broken(event, what, "events that somebody triggers")
 
