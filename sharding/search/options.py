@@ -9,7 +9,6 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distmega.errors import counted
 from distmega.program.kinds import kind_of
 from distmega.program.types import Axis, Index, Op, Tensor, accesses
 from distmega.sharding.layout.placements import (
@@ -108,21 +107,53 @@ def _split(
     op: Op, axis: Axis, tensors: Mapping[str, Tensor], num_ranks: int, left: int | None
 ) -> SplitOption | str:
     """The option that divides `axis`, or what is left of it, or why there is none."""
+    extent = left or axis.extent
+    if refused := _why_whole(op, axis, extent, num_ranks, again=left is not None):
+        return refused
+    chunk = -(-extent // num_ranks)
+    placed = _chunk_layouts(op, axis, tensors, chunk)
+    if isinstance(placed, str):
+        return placed
+    reads, writes = placed
+    seen: dict[str, Placement] = {}
+    for position, (access, placement) in enumerate(zip(op.reads, reads, strict=True)):
+        if seen.setdefault(access.tensor, placement) != placement and not kind_of(op).reads_apart:
+            return f"operand {position} is read twice, divided and otherwise"
+    return SplitOption(
+        axis=axis.name,
+        extent=extent,
+        chunk=chunk,
+        reads=tuple(reads),
+        writes=tuple(writes),
+        uneven=extent % num_ranks != 0,
+    )
+
+
+def _why_whole(op: Op, axis: Axis, extent: int, num_ranks: int, *, again: bool) -> str:
+    """Why so many ranks can't divide an axis, whatever its operands; "" if they can. again: whether
+    a mesh axis before has divided it.
+    """
     if axis.role == "scatter":
         return "its positions are known only at run time"
     if axis.role == "reduce" and not axis.combine:
         return "the op needs all of it at once"
     if num_ranks == 1:
         return "the mesh axis has one rank"
-    if left is not None and axis.role == "reduce" and kind_of(op).masks_padding:
+    if again and axis.role == "reduce" and kind_of(op).masks_padding:
         return "its positions are counted along one mesh axis"
-    extent = left or axis.extent
     if not fits(extent, num_ranks):
-        return f"{extent} over {counted(num_ranks, 'rank')} would be half padding or more"
-    uneven = extent % num_ranks != 0
-    if uneven and axis.combine in ("max", "min"):
+        return f"{extent} over {num_ranks} ranks would be half padding or more"
+    if extent % num_ranks and axis.combine in ("max", "min"):
         return f"{extent} is uneven, and a {axis.combine} over padding isn't exact"
-    chunk = -(-extent // num_ranks)
+    return ""
+
+
+def _chunk_layouts(
+    op: Op, axis: Axis, tensors: Mapping[str, Tensor], chunk: int
+) -> tuple[list[Placement], list[Placement]] | str:
+    """Layouts of what the op reads and writes where each rank has a chunk of an axis, or why there
+    are none.
+    """
     placed: list[Placement] = []
     for position, access in enumerate(accesses(op)):
         if any(index.is_grouped and index.axes[0] == axis.name for index in access.dims):
@@ -141,18 +172,7 @@ def _split(
         writes = [Partial(axis.combine)] * len(writes)
     elif REPLICATE in writes:
         return "it doesn't index every result"
-    seen: dict[str, Placement] = {}
-    for position, (access, placement) in enumerate(zip(op.reads, reads, strict=True)):
-        if seen.setdefault(access.tensor, placement) != placement and not kind_of(op).reads_apart:
-            return f"operand {position} is read twice, divided and otherwise"
-    return SplitOption(
-        axis=axis.name,
-        extent=extent,
-        chunk=chunk,
-        reads=tuple(reads),
-        writes=tuple(writes),
-        uneven=uneven,
-    )
+    return reads, writes
 
 
 def axis_dim(
