@@ -127,18 +127,9 @@ def attention(
 
     softcap > 0: scores are softcap * tanh(score / softcap).
     """
-    shapes = (q.shape, k_cache.shape, v_cache.shape, positions.shape)
-    own = cache_rows(k_cache)
-    if own and packed:
-        own = ("s",)
-    if tuple(map(len, shapes)) != (4, 3 + len(own), 3 + len(own), 1):
-        raise _bad_attention(name, shapes)
+    own = ("s",) if packed and cache_rows(k_cache) else cache_rows(k_cache)
+    _require_caches(name, q, k_cache, v_cache, positions, own)
     (m, h, g, d), (t, e) = q.shape, v_cache.shape[-2:]
-    num_caches = k_cache.shape[0] if own == ("s",) else 1
-    rows = {"m": (m, h), "s": (num_caches, h), "": (h,)}[own[0] if own else ""]
-    caches_fit = k_cache.shape == (*rows, t, d) and v_cache.shape == (*rows, t, e)
-    if not caches_fit or positions.shape != (m,):
-        raise _bad_attention(name, shapes)
     scale, softcap = _factors(name, scale, softcap)
     window = whole_number(name, "window", window)
     if window < 0:
@@ -156,21 +147,48 @@ def attention(
     if softcap:
         attrs["softcap"] = softcap
     if packed:
-        sequences, starts = packed
-        if sequences.shape != (m,) or starts.shape != (num_caches + 1,):
-            found = f"sequences {sequences.shape} and starts {starts.shape}"
-            expected = f"[{m}] and [{num_caches + 1}], of {counted(num_caches, 'cache')}"
-            raise bad_op(name, found, expected)
-        for given in packed:
-            require_integers(name, given)
+        num_caches = k_cache.shape[0] if own else 1
+        _require_packed(name, *packed, m, num_caches)
         if own:
             axes.append(Axis(name="s", extent=num_caches, role="reduce", lookup=True))
         axes.append(Axis(name="r", extent=num_caches + 1, role="reduce"))
-        reads += [access(sequences, "m"), access(starts, "r")]
+        reads += [access(packed[0], "m"), access(packed[1], "r")]
         attrs["packed"] = m
-    return make_op(name, "attention", axes, reads, [access(out, "m", "h", "g", "e")], **attrs), (
-        out,
-    )
+    writes = [access(out, "m", "h", "g", "e")]
+    return make_op(name, "attention", axes, reads, writes, **attrs), (out,)
+
+
+def _require_caches(
+    name: str,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    own: tuple[str, ...],
+) -> None:
+    """ProgramError for shapes that aren't those of attention. own: the axis of caches that are not
+    shared by all rows, "m" or "s".
+    """
+    shapes = (q.shape, k_cache.shape, v_cache.shape, positions.shape)
+    if tuple(map(len, shapes)) != (4, 3 + len(own), 3 + len(own), 1):
+        raise _bad_attention(name, shapes)
+    (m, h, _, d), (t, e) = q.shape, v_cache.shape[-2:]
+    num_caches = m if own == ("m",) else k_cache.shape[0]
+    rows = (num_caches, h) if own else (h,)
+    caches_fit = k_cache.shape == (*rows, t, d) and v_cache.shape == (*rows, t, e)
+    if not caches_fit or positions.shape != (m,):
+        raise _bad_attention(name, shapes)
+
+
+def _require_packed(
+    name: str, sequences: Tensor, starts: Tensor, num_rows: int, num_caches: int
+) -> None:
+    if sequences.shape != (num_rows,) or starts.shape != (num_caches + 1,):
+        found = f"sequences {sequences.shape} and starts {starts.shape}"
+        expected = f"[{num_rows}] and [{num_caches + 1}], of {counted(num_caches, 'cache')}"
+        raise bad_op(name, found, expected)
+    for given in (sequences, starts):
+        require_integers(name, given)
 
 
 def biased_attention(
