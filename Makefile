@@ -25,8 +25,9 @@ PYTEST_ARGS ?=
 demo: $(BASE)
 	$(VENV)/bin/distmega generate smollm2-135m-instruct "$(PROMPT)" --chat --echo --tp $(TP) --launcher local --max-new-tokens 32
 
+# three processes on two cores: those whose tests start ranks often wait
 test: $(FULL)
-	$(PY) -m pytest -n 2 $(PYTEST_ARGS)
+	$(PY) -m pytest -n 3 $(PYTEST_ARGS)
 
 # no limit a test: a sweep takes as long as it takes
 test-nightly: $(FULL)

@@ -1,6 +1,6 @@
 """What tests need of the machine (gpu, multigpu(n), ray), and how many were skipped for what.
 
-Nightly sweeps run only when -m names them. Where several processes share the work (`pytest -n 2`),
+Nightly sweeps run only when -m names them. Where several processes share the work (`pytest -n 3`),
 the tests of a file stay in one, and so do all those of a folder whose tests start ranks.
 """
 
