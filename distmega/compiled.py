@@ -18,6 +18,7 @@ from typing import Literal, NoReturn
 import torch
 from torch import Tensor
 
+from distmega.engine.kept_plans import keep_triton_key
 from distmega.engine.ranks.agreement import on_all_ranks, require_equal
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
@@ -42,6 +43,7 @@ from distmega.hostir.run.timeline import Timeline
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.hopper.batch_plan.words import BATCH, MAX_ROWS
 from distmega.kernels.library.device_ops import KernelOps
+from distmega.kernels.runtime import warm_up
 from distmega.kernels.runtime.compilations import num_compiled
 from distmega.kernels.ugraphs.geometry import pays
 from distmega.kernels.whole import WholePlan, open_whole, plan_whole
@@ -132,6 +134,8 @@ class CompiledProgram:
             asked = f"{megakernel} {replay} {warm} {self.device.type}"
             require_equal(comm, f"program {plan.program.name!r}", [asked])
         on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            warm_up.begin(self.device, keep_triton_key)
         shipped = shipped_rules() if on_gpu else ()
         self._rules = shipped if rules is None else tuple(rules)
         local = localize(plan)
@@ -143,6 +147,7 @@ class CompiledProgram:
         prove_once(self.host)
         if plan.mesh.num_ranks > 1 and (isinstance(comm, TeamCommunicator) or self._whole):
             require_equal(comm, f"program {plan.program.name!r}", self._fingerprints())
+        warm_up.finish()
         self._kernel = kernel = open_whole(self._whole, comm, self.device) if self._whole else None
         states = {tensor.name for tensor in local.program.with_role("state")}
         self._copied_states = states if kernel and not warm else set()

@@ -22,8 +22,8 @@ from distmega.engine.decode_plan import (
     plan_decode,
     stage_mesh,
 )
-from distmega.engine.kept_plans import NOTHING_KEPT, open_plans
-from distmega.engine.opening import Opener, allocate_arenas, facts_of, keep_triton_key
+from distmega.engine.kept_plans import NOTHING_KEPT, keep_triton_key, open_plans
+from distmega.engine.opening import Opener, allocate_arenas, facts_of
 from distmega.engine.prefill import Prefills
 from distmega.engine.ranks.agreement import require_agreement, share_memory
 from distmega.engine.ranks.devices import find_device

@@ -137,6 +137,14 @@ def _versions() -> str:
     return f"{_own_files()}, python {platform.python_version()}, {', '.join(libraries)}"
 
 
+def keep_triton_key(key: object, make: Callable[[], str]) -> str:
+    """What identifies Triton, which an earlier process may have found."""
+    kept = open_plans("triton")
+    found = kept.get("triton", key, make)
+    kept.write()
+    return found
+
+
 def _own_files() -> str:
     """A hash of the names, sizes and times of distmega's files, as Python judges by them whether a
     module must be compiled again.

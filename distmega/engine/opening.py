@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distmega.engine import late
 from distmega.engine.decode_plan import DecodePlan, lower_library_decode
-from distmega.engine.kept_plans import KeptPlans, open_plans
+from distmega.engine.kept_plans import KeptPlans
 from distmega.engine.library_steps import LibrarySteps
 from distmega.engine.ranks.agreement import on_all_ranks
 from distmega.errors import LaunchError, UnsupportedError
@@ -246,14 +246,6 @@ class Opener:
         position = (team.team_rank, team.size) if team else (0, 1)
         folded = self.kept.get("queues", (self.plan.peer_memory, position), make)
         return made[0] if made else unfold(folded, plan)
-
-
-def keep_triton_key(key: object, make: Callable[[], str]) -> str:
-    """What identifies Triton, which an earlier process may have found."""
-    kept = open_plans("triton")
-    found = kept.get("triton", key, make)
-    kept.write()
-    return found
 
 
 def facts_of(device: torch.device) -> tuple[object, ...]:
