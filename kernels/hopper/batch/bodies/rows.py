@@ -239,8 +239,8 @@ def rows_task(
 ):
     """Every num_sms-th 16 queries of a kv head from number `sm` on, or this SM's part of the keys
     of one; arguments as of heads_task. buffer: 16 KB of shared memory, which nothing else uses
-    meanwhile; ROWS: that the kernel computes. Reads numbers and the cache,
-    writes activations, numbers, partials and arrivals.
+    meanwhile; ROWS: that the kernel computes. Reads numbers and the cache, writes activations,
+    numbers, partials and arrivals.
     """
     KEYS: gl.constexpr = SHAPE.turn_keys
     num_keys = words[ROWS_NUM_KEYS]
