@@ -85,8 +85,8 @@ def _fit_ranges(grid: Grid, sets: Sequence[tuple[Coordinates, ...]]) -> EventMap
 
 
 def _fit_steps(grid: Grid, sets: Sequence[tuple[Coordinates, ...]]) -> EventMap | None:
-    """The map of tasks of which, along some dims, only each so-manyth has events: its first place
-    rounded up, its last rounded down, so that those in between have none.
+    """The map where along some dims only every n-th task has events: first places are rounded up
+    and last ones down, so that the tasks in between have none.
     """
     used = [task for task, events in zip(grid_coordinates(grid), sets, strict=True) if events]
     along = [sorted({task[dim] for task in used}) for dim in range(len(grid))]

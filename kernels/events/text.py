@@ -10,8 +10,7 @@
 A dim of a grid prints as axis:extent/tile, with its symbol. A place prints as the task's dim it
 follows, `(d0*4+1)/3`, as `d0{0,0,2}` where only a table gives it, `#2` where it is fixed, and as
 two of them, `first..last`, where a task has several events, or none, the first being behind the
-last. parse_events(print_events(g),
-g.program) == g.
+last. parse_events(print_events(g), g.program) == g.
 """
 
 import ast
