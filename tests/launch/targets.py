@@ -24,6 +24,7 @@ class Seen:
     total: int
     num_threads: int
     multicast: tuple[str | None, ...]
+    niceness: int
     pid: int
 
 
@@ -39,6 +40,7 @@ def sum_ranks(context: RankContext, payload: int, emit: Emit) -> list[Seen]:
         total=int(total),
         num_threads=torch.get_num_threads(),
         multicast=tuple(map(os.environ.get, MULTICAST)),
+        niceness=os.nice(0),
         pid=os.getpid(),
     )
     everything: list[Seen] = [seen] * context.world_size

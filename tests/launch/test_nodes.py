@@ -22,7 +22,7 @@ TWO_STAGES = RayOptions(cpus_per_rank=1, ranks_per_bundle=2)
 
 NUM_TOKENS = 250
 AWAY_S = 2.0
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 
 @contextmanager
@@ -38,7 +38,13 @@ def second_node(cluster: Any) -> Iterator[Any]:
 
 def options(**changes: Any) -> LauncherOptions:
     return LauncherOptions(
-        launcher="ray", num_ranks=4, ray=TWO_STAGES, timeout_s=60.0, **changes, device="cpu"
+        launcher="ray",
+        num_ranks=4,
+        ray=TWO_STAGES,
+        timeout_s=LIMIT_S,
+        start_timeout_s=LIMIT_S,
+        **changes,
+        device="cpu",
     )
 
 

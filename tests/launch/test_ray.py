@@ -1,5 +1,6 @@
 """Ranks as Ray actors, on one Ray that these tests share."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def test_values_come_in_order_and_the_result_last():
     assert [seen.context.local_rank for seen in result.value] == [0, 1, 2, 3]
     assert {seen.total for seen in result.value} == {10}
     assert {seen.multicast for seen in result.value} == {("0", "1", "1")}
+    assert {seen.niceness for seen in result.value} == {os.nice(0)}
     assert wait_until(lambda: all(is_gone(seen.pid) for seen in result.value))
 
 
