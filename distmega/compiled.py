@@ -12,13 +12,13 @@ import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 
-from distmega.engine.kept_plans import keep_triton_key
+from distmega.engine.kept_plans import keep_triton_key, open_plans
 from distmega.engine.ranks.agreement import on_all_ranks, require_equal
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
@@ -45,8 +45,9 @@ from distmega.kernels.hopper.batch_plan.words import BATCH, MAX_ROWS
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.runtime import warm_up
 from distmega.kernels.runtime.compilations import num_compiled
+from distmega.kernels.runtime.gpus import facts_of
 from distmega.kernels.ugraphs.geometry import pays
-from distmega.kernels.whole import WholePlan, open_whole, plan_whole
+from distmega.kernels.whole import WholePlan, fold_whole, open_whole, plan_whole, unfold_whole
 from distmega.program import types as program
 from distmega.program.kinds import kind_of
 from distmega.program.ops.lookups import bounded_inputs, require_ids
@@ -272,7 +273,7 @@ class CompiledProgram:
     def _fingerprints(self) -> list[str]:
         """Hashes of all that the ranks must have decided alike."""
         host = hashlib.sha256(print_host(self.host).encode()).hexdigest()[:16]
-        kernel = self._whole.fingerprint() if self._whole else ""
+        kernel = self._whole.fingerprint if self._whole else ""
         return [self.plan.fingerprint(), host, kernel]
 
     def _hold(self, name: str, x: Tensor) -> Tensor:
@@ -328,23 +329,14 @@ class CompiledProgram:
             )
             return None, str(problem)
         try:
-            most_rows = MAX_ROWS if megakernel is True else BATCH
-            plan = on_all_ranks(
-                self.comm,
-                lambda: plan_whole(
-                    local,
-                    self.comm,
-                    self.device,
-                    self._rules,
-                    most_rows,
-                    forced=megakernel is True,
-                ),
+            plan = partial(
+                _kept_kernel, local, self.comm, self.device, self._rules, forced=megakernel is True
             )
+            return on_all_ranks(self.comm, plan), ""
         except UnsupportedError as error:
             if megakernel is True:
                 raise
             return None, str(error)
-        return plan, ""
 
     def load(self, wholes: Mapping[str, Tensor]) -> None:
         """Copies this rank's part of whole tensors into those that are bound, by name."""
@@ -651,6 +643,27 @@ class _StateGuard:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._has_states and isinstance(error, HangError | RankFailure):
             self.fault = f"{type(error).__name__}: {error.found}"
+
+
+def _kept_kernel(
+    local: LocalProgram,
+    comm: Communicator,
+    device: torch.device,
+    rules: Sequence[RewriteRule],
+    *,
+    forced: bool,
+) -> WholePlan:
+    """What one kernel a rank does, as planned now or, for a GPU, by an earlier process."""
+    most_rows = MAX_ROWS if forced else BATCH
+    plan = partial(plan_whole, local, comm, device, rules, most_rows, forced=forced)
+    if device.type != "cuda":
+        return plan()
+    kept = open_plans(facts_of(device), type(comm).__name__, comm.rank)
+    known_rules = "shipped" if rules is shipped_rules() else rules
+    key = (local, known_rules, most_rows, forced)
+    found = kept.get_folded("kernel", key, plan, fold_whole, unfold_whole)
+    kept.write()
+    return found
 
 
 def _require_choices(megakernel: object, rules: Sequence[object] | None) -> None:

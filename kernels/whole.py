@@ -9,8 +9,8 @@ launch is asked for (records/runner.py). Used by distmega/compiled.py.
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -41,7 +41,15 @@ from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.isa.lowering import why_not_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.records.specs import find_specs
-from distmega.kernels.runners import Queues, open_hopper, plan_hopper, require_hopper
+from distmega.kernels.runners import (
+    FoldedQueues,
+    Queues,
+    fold,
+    open_hopper,
+    plan_hopper,
+    require_hopper,
+    unfold,
+)
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
 from distmega.kernels.runtime.stepping import TracedRunner
@@ -64,7 +72,9 @@ MOST_INSTRUCTIONS = 16384
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholePlan:
     """A host program of one launch. queues: of the GPU's kernel; kernel: of the CPU's, the other is
-    None. num_tasks, num_events: that the launch runs, and what tasks wait for there.
+    None. num_tasks, num_events: that the launch runs, and what tasks wait for there: buffers whose
+    flagged words are polled, or counters. fingerprint: stable hash of what is equal on all ranks
+    that run the launch together.
     """
 
     host: HostProgram
@@ -72,33 +82,36 @@ class WholePlan:
     states: ArenaLayout
     queues: Queues | None
     kernel: Megakernel | None
+    num_tasks: int
+    num_events: int
+    fingerprint: str
 
     @property
     def segment(self) -> Program:
         return self.host.segments[0]
 
-    @property
-    def num_tasks(self) -> int:
-        if self.queues:
-            return sum(map(len, self.queues.queues))
-        return self.kernel.schedule.graph.num_tasks if self.kernel else 0
 
-    def fingerprint(self) -> str:
-        """Stable hash of what is equal on all ranks that run the launch together."""
-        if self.kernel:
-            return self.kernel.fingerprint()
-        assert self.queues is not None
-        queues = self.queues
-        instructions = [[one.name for one in queue] for queue in queues.queues]
-        text = f"{queues.num_ranks} {queues.matrices} {queues.epilogues} {queues.buffers}"
-        return hashlib.sha256(f"{text} {instructions}".encode()).hexdigest()[:16]
+FoldedWhole = tuple[WholePlan, FoldedQueues | None]
+"""A plan as it is kept, without what a launch does not take."""
 
-    @property
-    def num_events(self) -> int:
-        """Buffers whose flagged words are polled, or counters."""
-        if self.queues:
-            return self.queues.num_events
-        return self.kernel.schedule.num_events if self.kernel else 0
+
+def fold_whole(plan: WholePlan) -> FoldedWhole:
+    """The plan in the form in which it is kept."""
+    return replace(plan, queues=None), fold(plan.queues) if plan.queues else None
+
+
+def unfold_whole(folded: FoldedWhole, plan: Callable[[], WholePlan]) -> WholePlan:
+    """The plan that fold_whole was given. plan: makes it anew, when its instructions are asked
+    for.
+    """
+    whole, queues = folded
+
+    def plan_queues() -> Queues:
+        made = plan().queues
+        assert made is not None, "the same kernel as before"
+        return made
+
+    return replace(whole, queues=unfold(queues, plan_queues) if queues else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +247,22 @@ def _plan_rows(
         most_rows=most_rows,
     )
     _require_whole_rows(queues, local)
-    return WholePlan(host=host, weights=weights, states=states, queues=queues, kernel=None)
+    return WholePlan(
+        host=host,
+        weights=weights,
+        states=states,
+        queues=queues,
+        kernel=None,
+        num_tasks=sum(map(len, queues.queues)),
+        num_events=queues.num_events,
+        fingerprint=_hash_queues(queues),
+    )
+
+
+def _hash_queues(queues: Queues) -> str:
+    instructions = [[one.name for one in queue] for queue in queues.queues]
+    text = f"{queues.num_ranks} {queues.matrices} {queues.epilogues} {queues.buffers}"
+    return hashlib.sha256(f"{text} {instructions}".encode()).hexdigest()[:16]
 
 
 def _plan_records(
@@ -265,7 +293,16 @@ def _plan_records(
     if on_gpu:
         _team(comm)
         find_specs(kernel.encoded, [group.op for group in kernel.schedule.graph.groups])
-    return WholePlan(host=host, weights=weights, states=states, queues=None, kernel=kernel)
+    return WholePlan(
+        host=host,
+        weights=weights,
+        states=states,
+        queues=None,
+        kernel=kernel,
+        num_tasks=kernel.schedule.graph.num_tasks,
+        num_events=kernel.schedule.num_events,
+        fingerprint=kernel.fingerprint(),
+    )
 
 
 def _layouts(segment: Program) -> tuple[ArenaLayout, ArenaLayout]:

@@ -23,7 +23,7 @@ from distmega.engine.decode_plan import (
     stage_mesh,
 )
 from distmega.engine.kept_plans import NOTHING_KEPT, keep_triton_key, open_plans
-from distmega.engine.opening import Opener, allocate_arenas, facts_of
+from distmega.engine.opening import Opener, allocate_arenas
 from distmega.engine.prefill import Prefills
 from distmega.engine.ranks.agreement import require_agreement, share_memory
 from distmega.engine.ranks.devices import find_device
@@ -50,6 +50,7 @@ from distmega.hostir.lower.pipeline import FREE
 from distmega.kernels.cpu.peer import peer_memory_problem
 from distmega.kernels.machines import CPU, H200
 from distmega.kernels.runtime import warm_up
+from distmega.kernels.runtime.gpus import facts_of
 from distmega.kernels.runtime.stepping import SteppingRunner
 from distmega.kernels.runtime.streams.signals import open_signals
 from distmega.models.decoder import PEAKS, AnyDecoder, Logits

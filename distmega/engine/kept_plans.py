@@ -3,7 +3,7 @@
 In: a key of plain values, and what makes the value. Out: the value, from the file of an earlier
 process or made now and written. A file is of one state of distmega's own files, of the versions of
 Python, torch and triton, and of one kind of machine, and is read only where its whole key is the
-same. Used by engine.py, opening.py and prefill.py; next on the walk: decode_plan.py.
+same. Used by engine.py, opening.py, prefill.py and compiled.py; next on the walk: decode_plan.py.
 """
 
 import hashlib
@@ -26,6 +26,7 @@ from distmega.folders import cache_folder
 from distmega.whole_file import replace_file
 
 T = TypeVar("T")
+F = TypeVar("F")
 
 FOLDER: Path | None = cache_folder() / "plans"
 """Where files are; None: nothing is kept."""
@@ -64,7 +65,11 @@ class KeptPlans:
         """
         if self._folder is None:
             return make()
-        whole = f"{self._key}\n{name} {_text_of(key)}"
+        try:
+            whole = f"{self._key}\n{name} {_text_of(key)}"
+        except _UnnamedError as error:
+            _log.debug("%s is not kept: %s", name, error)
+            return make()
         path = self._folder / f"{name}-{hashlib.sha256(whole.encode()).hexdigest()[:32]}.pickle"
         found = _read(path, whole)
         if found is not None:
@@ -72,6 +77,28 @@ class KeptPlans:
         made = make()
         self._new.append((path, whole, made))
         return made
+
+    def get_folded(
+        self,
+        name: str,
+        key: object,
+        make: Callable[[], T],
+        fold: Callable[[T], F],
+        unfold: Callable[[F, Callable[[], T]], T],
+    ) -> T:
+        """As `get`, of a value that is kept in a smaller form, which `fold` gives. unfold: gives
+        the value of that form, and may call what it is given for all of it, then or later.
+        """
+        if self._folder is None:
+            return make()
+        made: list[T] = []
+
+        def whole() -> T:
+            if not made:
+                made.append(make())
+            return made[0]
+
+        return unfold(self.get(name, key, lambda: fold(whole())), whole)
 
     def write(self) -> None:
         """Writes what is new: to be called when nobody waits for this thread."""

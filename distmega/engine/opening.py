@@ -29,7 +29,6 @@ from distmega.hostir.run.evaluator import Evaluator, KernelRunner
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.runners import (
-    FoldedQueues,
     Queues,
     fold,
     open_hopper,
@@ -237,20 +236,6 @@ class Opener:
 
     def _kept_queues(self, plan: Callable[[], Queues], team: Team | None) -> Queues:
         """What `plan` gives, or gave an earlier process."""
-        made: list[Queues] = []
-
-        def make() -> FoldedQueues:
-            made.append(plan())
-            return fold(made[0])
-
         position = (team.team_rank, team.size) if team else (0, 1)
-        folded = self.kept.get("queues", (self.plan.peer_memory, position), make)
-        return made[0] if made else unfold(folded, plan)
-
-
-def facts_of(device: torch.device) -> tuple[object, ...]:
-    """What plans may depend on of a GPU."""
-    if device.type != "cuda":
-        return ()
-    facts = torch.cuda.get_device_properties(device)
-    return facts.name, facts.major, facts.minor, facts.multi_processor_count
+        key = (self.plan.peer_memory, position)
+        return self.kept.get_folded("queues", key, plan, fold, unfold)

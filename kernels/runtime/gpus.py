@@ -1,4 +1,4 @@
-"""What a CUDA device is, asked once. Used by all kernels for GPUs."""
+"""What a CUDA device is. Used by all kernels for GPUs, and by what keeps plans for them."""
 
 from functools import cache
 
@@ -15,3 +15,11 @@ def is_hopper(index: int) -> bool:
 def num_sms(index: int) -> int:
     """SMs of a CUDA device."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def facts_of(device: torch.device) -> tuple[object, ...]:
+    """What plans may depend on of a GPU."""
+    if device.type != "cuda":
+        return ()
+    facts = torch.cuda.get_device_properties(device)
+    return facts.name, facts.major, facts.minor, facts.multi_processor_count

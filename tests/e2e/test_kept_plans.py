@@ -1,28 +1,35 @@
 """Plans on disk: what is made once, what anew, and that what is read equals what was made."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from distmega import compiled
 from distmega.engine import kept_plans
 from distmega.engine.decode_plan import DecodePlan, lower_decode, lower_prefill, plan_decode
 from distmega.engine.kept_plans import NOTHING_KEPT, KeptPlans
 from distmega.engine.prefill import Prefills
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels import whole
 from distmega.kernels.hopper.plan.encoded import encode_queues
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import H200
-from distmega.kernels.runners import FoldedQueues, Queues, fold, unfold
+from distmega.kernels.runners import Queues, fold, unfold
+from distmega.kernels.whole import WholePlan
 from distmega.models.config import ModelConfig
+from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.localize import localize
+from distmega.sharding.planner import plan_program
+from distmega.superopt.rules import RewriteRule, shipped_rules
 
 ALONE = DeviceMesh(tp=1)
 CONFIG = ModelConfig(
@@ -121,8 +128,9 @@ def test_a_key_without_a_text_keeps_nothing(tmp_path: Path):
     made = Made(0)
     for _ in range(2):
         process(torch.nn.Linear(1, 1), folder=tmp_path)("plan", (), made)
+        process(CONFIG, folder=tmp_path)("plan", (torch.nn.Linear(1, 1),), made)
         NOTHING_KEPT.get("plan", (), made)
-    assert made.num == 4
+    assert made.num == 6
     assert not [*tmp_path.iterdir()]
 
 
@@ -148,10 +156,17 @@ def test_queues_are_read_without_their_instructions(decode_plan: DecodePlan, tmp
         plans.append(build_queues(decode_plan.host.segments[0], *arenas, 8, 0, "op"))
         return plans[-1]
 
-    process(CONFIG, folder=tmp_path)("queues", (), lambda: fold(plan()))
-    folded = process(CONFIG, folder=tmp_path)("queues", (), lambda: fold(plan()))
-    found: Queues = unfold(cast(FoldedQueues, folded), plan)
-    assert isinstance(found, RowQueues)
+    def kept_queues() -> RowQueues:
+        kept = KeptPlans(CONFIG, folder=tmp_path)
+        found: Queues = kept.get_folded("queues", (), plan, fold, unfold)
+        kept.write()
+        assert isinstance(found, RowQueues)
+        return found
+
+    first = kept_queues()
+    assert tuple(first.queues) == plans[0].queues
+    assert len(plans) == 1, "the process that planned has its instructions"
+    found = kept_queues()
     before, after = encode_queues(plans[0]), encode_queues(found)
     assert (before.words == after.words).all()
     assert before.words.any()
@@ -162,6 +177,44 @@ def test_queues_are_read_without_their_instructions(decode_plan: DecodePlan, tmp
     assert tuple(found.queues) == plans[0].queues
     assert len(plans) == 2
     assert replace(found, queues=()) == replace(plans[0], queues=())
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_kernel_of_a_program_is_planned_by_the_first_process(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    planned = Made(None)
+
+    def plan_whole(*given: Any, **named: Any) -> WholePlan:
+        planned()
+        return whole.plan_whole(*given, **named)
+
+    monkeypatch.setattr("distmega.kernels.runners.require_hopper", lambda device: 8)
+    monkeypatch.setattr(compiled, "facts_of", lambda device: ("a Hopper GPU", 8))
+    monkeypatch.setattr(compiled, "plan_whole", plan_whole)
+    monkeypatch.setattr(kept_plans, "FOLDER", tmp_path)
+
+    def kernel_of(formula: str, rules: Sequence[RewriteRule] = shipped_rules()) -> WholePlan:
+        p = ProgramBuilder("gated")
+        x = p.input("x", (rows, 64), "bf16")
+        h = p.linear(x, p.weight("up", (128, 64), "bf16")).map(formula)
+        program = p.build(p.linear(h, p.weight("down", (64, 128), "bf16")))
+        local = localize(plan_program(program, ALONE, H200))
+        comm, device = SingleCommunicator(ALONE), torch.device("cuda", 0)
+        return compiled._kept_kernel(local, comm, device, rules, forced=False)
+
+    first, again = (kernel_of("tanh(a0)") for _ in range(2))
+    assert planned.num == 1
+    assert replace(again, queues=None) == replace(first, queues=None)
+    assert first.queues
+    assert again.queues
+    assert first.num_tasks == sum(map(len, first.queues.queues)) > 2
+    assert again.queues.num_events == first.num_events
+    if rows > 1:
+        assert again == first
+    kernel_of("exp(a0)")
+    kernel_of("tanh(a0)", rules=())
+    assert planned.num == 3
 
 
 def test_a_prompt_program_serves_prompts_of_other_sizes(

@@ -4,15 +4,19 @@ import json
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from distmega import compiled
 from distmega.compiled import CompiledProgram
+from distmega.engine import kept_plans
 from distmega.engine.ranks.trace_summary import sum_tasks, summarise_sms
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.machines import H200
 from distmega.program.builder import ProgramBuilder
+from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
 from distmega.trace_file import write_trace
@@ -107,10 +111,36 @@ def outputs(step: CompiledProgram, given: dict[str, torch.Tensor]) -> list[torch
     return list(step(given).values())
 
 
-def test_a_kernel_of_rows_has_a_timeline_by_the_same_call():
+def one_linear(rows: int) -> Program:
     p = ProgramBuilder("rows")
-    x = p.linear(p.input("x", (1, 64), "bf16"), p.weight("w", (96, 64), "bf16"), name="y")
-    program = p.build(x)
+    x = p.linear(p.input("x", (rows, 64), "bf16"), p.weight("w", (96, 64), "bf16"), name="y")
+    return p.build(x)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [one_linear(1), one_linear(3), program_of("tiled", KINDS["tiled"][1][0])],
+    ids=["one row", "three rows", "records"],
+)
+def test_a_kernel_is_planned_by_the_first_process(program, tmp_path, monkeypatch):
+    """Its timeline as well, for which instructions are made again."""
+    monkeypatch.setattr(kept_plans, "FOLDER", tmp_path)
+    planned = Mock(wraps=compiled.plan_whole)
+    monkeypatch.setattr(compiled, "plan_whole", planned)
+    plan = plan_program(program, MESH, H200)
+    given = {key: x.cuda() for key, x in values_of(program).items()}
+    found = []
+    for _ in range(2):
+        step = CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0", megakernel=True)
+        found.append([x.clone() for x in outputs(step, given)])
+        assert planned.call_count == 1
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert step.stats.num_tasks > 0
+    assert step.trace(given)
+
+
+def test_a_kernel_of_rows_has_a_timeline_by_the_same_call():
+    program = one_linear(1)
     plan = plan_program(program, MESH, H200)
     step = CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0", megakernel=True)
     spans = step.trace({key: x.cuda() for key, x in values_of(program).items()})
