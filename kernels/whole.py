@@ -22,7 +22,6 @@ from distmega.hostir.comm.plain import Plain
 from distmega.hostir.ir.nodes import (
     Allocate,
     Deallocate,
-    ForLoop,
     HostProgram,
     LaunchMegakernel,
     LibraryOp,
@@ -192,6 +191,7 @@ def plan_whole(
 
     UnsupportedError names what no kernel does, or does later than library ops.
     """
+    _require_no_loops(local)
     if device.type != "cuda":
         return _plan_records(local, comm, CPU_SMS, rules)
     try:
@@ -422,6 +422,18 @@ def _is_encodable(
     return why_not_encodable(op, tensors, strides, most=MOST_INSTRUCTIONS) is None
 
 
+def _require_no_loops(local: Localized) -> None:
+    if not local.host_loops:
+        return
+    loop = local.host_loops[0]
+    raise UnsupportedError(
+        f"a host loop of {counted(loop.num_chunks, 'chunk')} in program {local.program.name!r},"
+        f" {loop}",
+        expected="a plan without host loops, whose layouts have no stream axis",
+        remedy="state it so, or leave out megakernel=True: library ops run in chunks",
+    )
+
+
 def _require_one_launch(host: HostProgram) -> None:
     others = [
         node
@@ -443,10 +455,6 @@ def _what_is_no_launch(others: Sequence[Node], host: HostProgram) -> tuple[str, 
     """What keeps a program from one launch, and what would have been right. others: nodes of it
     that no megakernel does.
     """
-    loop = next((node for node in others if isinstance(node, ForLoop)), None)
-    if loop is not None:
-        found = f"a host loop of {counted(loop.extent, 'iteration')}"
-        return found, "a plan without host loops, whose layouts have no stream axis"
     op = next((node.op for node in others if isinstance(node, LibraryOp)), None)
     if op is not None and kind_of(op).in_megakernel:
         refused = why_not_encodable(op, host.buffer_map(), _strides(host), most=MOST_INSTRUCTIONS)

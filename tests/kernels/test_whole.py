@@ -282,6 +282,14 @@ def in_chunks() -> tuple[Program, dict[str, Layout]]:
     return gated("a0 * a1", rows=4), {"x": stream(0, 2)}
 
 
+def with_a_short_chunk() -> tuple[Program, dict[str, Layout]]:
+    return gated("a0 * a1", rows=5), {"x": stream(0, 3)}
+
+
+def in_fewer_chunks_than_asked_for() -> tuple[Program, dict[str, Layout]]:
+    return gated("a0 * a1", rows=4), {"x": stream(0, 3)}
+
+
 @pytest.mark.parametrize(
     ("stated", "problem"),
     [
@@ -297,7 +305,9 @@ def in_chunks() -> tuple[Program, dict[str, Layout]]:
             long_walk,
             r"'y' of kind linear: 20000 instructions \(.*; expected at most 16384; state it",
         ),
-        (in_chunks, "a host loop of 2 iterations in .*; expected a plan without host loops, whose"),
+        (in_chunks, "a host loop of 2 chunks in .*; expected a plan without host loops, whose"),
+        (with_a_short_chunk, r"a host loop of 3 chunks in .* 5 by 2\)"),
+        (in_fewer_chunks_than_asked_for, r"a host loop of 2 chunks in .* 4 by 2\)"),
     ],
 )
 def test_what_is_in_the_way_of_one_launch_is_what_the_message_expects_otherwise(stated, problem):
