@@ -7,14 +7,15 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from distmega.engine.decode_plan import model_mesh, num_stages_of, plan_decode
+from distmega.engine.decode_plan import model_mesh, num_stages_of, plan_decode, require_positions
 from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateResult, Token
 from distmega.errors import RequestError, counted
 from distmega.kernels.machines import CPU
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import choose_device, choose_launcher, launch, require_gpus
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sources.locate import locate_model, read_config
+from distmega.sources.load import check_files
+from distmega.sources.locate import config_at, locate_model
 
 
 def generate(
@@ -46,7 +47,8 @@ def generate(
             remedy='call launch("distmega.engine.ranks.jobs:generate", request, options) on '
             "every rank",
         )
-    check_model(request.model, model_mesh(request.tp, request.pp), request.options, options)
+    mesh = model_mesh(request.tp, request.pp)
+    check_model(request.model, mesh, request.options, options, request.max_new_tokens)
     options = reserve_ranks(options, request.tp, request.pp)
     last: object = None
     for event in launch("distmega.engine.ranks.jobs:generate", request, options):
@@ -65,18 +67,28 @@ def reserve_ranks(options: LauncherOptions, tp: int, pp: int) -> LauncherOptions
 
 
 def check_model(
-    model: str, mesh: DeviceMesh, options: EngineOptions, launcher: LauncherOptions
+    model: str,
+    mesh: DeviceMesh,
+    options: EngineOptions,
+    launcher: LauncherOptions,
+    max_new_tokens: int = 0,
 ) -> None:
-    """Finds a wrong model or degree before any rank starts, and fetches a model of the Hub.
+    """Finds a wrong model or degree before any rank starts, and fetches a model of the Hub. What
+    can be told without the model's program is told before it is made.
 
     LaunchError where this machine is to run all ranks on its GPUs and has too few, RequestError
-    where it is to run them on its cores and hasn't the memory.
+    where it is to run them on its cores and hasn't the memory, and where max_new_tokens leave no
+    position for a prompt.
     """
     require_gpus(launcher, mesh.num_ranks)
+    location = locate_model(model)
+    config = config_at(location)
+    require_positions(config, options, 1, max_new_tokens, "at least ")
+    check_files(location, config)
     num_stages = num_stages_of(mesh)
     num_bytes = 0
     for stage in range(num_stages):
-        staged = plan_decode(read_config(model), mesh, CPU, options, index=stage)
+        staged = plan_decode(config, mesh, CPU, options, index=stage)
         num_bytes += staged.plan.memory.total_bytes * (mesh.num_ranks // num_stages)
     on_cores = choose_launcher(launcher.launcher) == "local"
     if (

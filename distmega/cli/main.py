@@ -331,7 +331,8 @@ def _generate(command: Generate, console: Console) -> None:
         ignore_eos=command.ignore_eos,
         options=command.engine,
     )
-    check_model(request.model, model_mesh(request.tp, request.pp), request.options, options)
+    mesh = model_mesh(request.tp, request.pp)
+    check_model(request.model, mesh, request.options, options, request.max_new_tokens)
     start, started = time.monotonic(), False
     opened = start
     for value in _run("distmega.engine.ranks.jobs:generate", request, options):

@@ -70,6 +70,25 @@ def context_limit(config: AnyDecoder, options: EngineOptions) -> int:
     return options.max_context or min(config.max_positions, DEFAULT_CONTEXT)
 
 
+def require_positions(
+    config: AnyDecoder, options: EngineOptions, num_tokens: int, num_new: int, least: str = ""
+) -> None:
+    """RequestError where a prompt and new tokens do not fit the KV cache. least: in front of
+    num_tokens, "at least " where the prompt's tokens are not counted yet.
+    """
+    limit = context_limit(config, options)
+    if num_tokens + num_new <= limit:
+        return
+    fewer, more = f"lower {argument('max_new_tokens')}", f"raise {argument('max_context')}"
+    wider = f", {fewer} or {more} (the model allows {config.max_positions})"
+    raise RequestError(
+        f"a prompt of {least}{counted(num_tokens, 'token')} and {num_new} new ones",
+        expected=f"at most {counted(limit, 'position')} together",
+        remedy="shorten the prompt"
+        + (f" or {fewer}; the model allows no more" if limit == config.max_positions else wider),
+    )
+
+
 SEQUENCE_DIM = 0
 """Dim of a cache of several sequences that tells them apart."""
 

@@ -66,6 +66,15 @@ def open_model(name: str | PathLike[str], *, seed: int = 0) -> ModelSource:
     return _source(location, config, random, lambda: byte_tokenizer(config.vocab))
 
 
+def check_files(location: Location, config: AnyDecoder) -> None:
+    """Opens the files of a model whose program takes seconds to make, so that what is wrong with
+    them is known before. Does nothing where our own decoders make the program, and where files are
+    still to be fetched. ModelError as of open_model and of the tokenizer.
+    """
+    if not isinstance(config, ModelConfig) and not location.of_hub:
+        _open_other(location, config).tokenizer()
+
+
 def _open_other(location: Location, config: AnyDecoder) -> ModelSource:
     """A folder whose decoder others build."""
     if location.kind != "folder":

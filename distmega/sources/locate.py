@@ -29,12 +29,13 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
     """A model's kind and place; path is None for presets, and the folder, not config.json, for a
-    folder.
+    folder. of_hub: a folder that may lack what has not been fetched yet.
     """
 
     kind: Literal["gguf", "folder", "config", "preset"]
     name: str
     path: Path = Path()
+    of_hub: bool = False
 
     @property
     def random(self) -> bool:
@@ -59,7 +60,7 @@ def locate_model(name: str | PathLike[str], *, weights: bool = False) -> Locatio
         if not is_hub_id(name):
             raise _no_such_model(name)
         folder = hub_folder(name, _expected_names(), weights=weights)
-        return Location(kind="folder", name=name, path=folder)
+        return Location(kind="folder", name=name, path=folder, of_hub=True)
     if path.is_dir():
         if not (path / _CONFIG).is_file():
             found = f"folder {name!r} has no {_CONFIG}"

@@ -13,6 +13,7 @@ from distmega.cli.explain import collect_decode, write_report
 from distmega.cli.main import main
 from distmega.errors import ModelError
 from distmega.sources.locate import read_config
+from distmega.torch_import.huggingface.decoders import HfDecoder
 from tests.models.files import save_tokenizer
 from tests.torch_import.huggingface.test_decoders import family_config, reference
 
@@ -149,6 +150,34 @@ def test_code_of_a_folder_is_never_run(tmp_path: Path):
     (tmp_path / "mine.py").write_text("raise SystemExit('run')")
     with pytest.raises(ModelError, match=r"brings code of its own; .*such code is never run"):
         read_config(tmp_path)
+
+
+def test_what_is_wrong_with_a_request_is_told_before_its_model_is_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    save_model(tmp_path, "gpt_neox")
+    monkeypatch.setattr(HfDecoder, "build", None)
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+
+    def refusal(*arguments: str) -> str:
+        assert main(["generate", *arguments]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    few = ("--max-context", "16", "--max-new-tokens", "16")
+    found = refusal(str(tmp_path), "hi", *few)
+    assert (
+        "a prompt of at least 1 token and 16 new ones; expected at most 16 positions together"
+        in found
+    )
+    one = ("hi", "--max-new-tokens", "1")
+    assert "config.json alone, without weights" in refusal(str(config), *one)
+    kept = weights.rename(tmp_path / "kept")
+    found = refusal(str(tmp_path), *one)
+    assert "has no *.safetensors file" in found
+    assert "random weights" not in found
+    kept.rename(weights)
+    (tmp_path / "tokenizer.json").unlink()
+    assert "tokenizer.json" in refusal(str(tmp_path), *one)
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path: Path):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distmega.engine.decode_plan import context_limit, model_mesh
+from distmega.engine.decode_plan import model_mesh, require_positions
 from distmega.engine.engine import Engine
 from distmega.engine.ranks.answers import GrowingAnswer
 from distmega.engine.ranks.communicators import open_communicator
@@ -297,19 +297,5 @@ def encode_prompt(
         ids = tokenizer.encode(text, add_special_tokens=False)
     else:
         ids = tokenizer.encode(prompt)
-    limit = context_limit(source.config, request.options)
-    if len(ids) + request.max_new_tokens > limit:
-        raise RequestError(
-            f"a prompt of {counted(len(ids), 'token')} and {request.max_new_tokens} new ones",
-            expected=f"at most {counted(limit, 'position')} together",
-            remedy="shorten the prompt" + _wider(limit, source.config.max_positions),
-        )
+    require_positions(source.config, request.options, len(ids), request.max_new_tokens)
     return ids
-
-
-def _wider(limit: int, max_positions: int) -> str:
-    """What else helps where `limit` positions are too few."""
-    fewer, more = f"lower {argument('max_new_tokens')}", f"raise {argument('max_context')}"
-    if limit == max_positions:
-        return f" or {fewer}; the model allows no more"
-    return f", {fewer} or {more} (the model allows {max_positions})"

@@ -71,7 +71,7 @@ def read_safetensors(folder: Path, config: ModelConfig) -> dict[str, StoredReade
     """A reader for each weight of the configuration; ModelError when files or weights do not fit
     it.
     """
-    arrays = open_arrays(folder)
+    arrays = open_arrays(folder, ", or name its config.json itself for random weights")
     specs = weight_specs(config).values()
     wanted = {name: shape for spec in specs for name, shape in spec.hf_arrays().items()}
 
@@ -94,9 +94,9 @@ def read_safetensors(folder: Path, config: ModelConfig) -> dict[str, StoredReade
     return {spec.name: StoredReader(spec=spec, stored=stored(spec)) for spec in specs}
 
 
-def open_arrays(folder: Path) -> dict[str, SafetensorsArray]:
+def open_arrays(folder: Path, otherwise: str = "") -> dict[str, SafetensorsArray]:
     """All arrays of the folder by name: through the index, or of the single file, or of whatever
-    files there are.
+    files there are. otherwise: what else can be done where there are none.
     """
     if (folder / _INDEX).is_file():
         return _open_indexed(folder)
@@ -107,7 +107,7 @@ def open_arrays(folder: Path) -> dict[str, SafetensorsArray]:
         raise ModelError(
             f"{folder} has no *.safetensors file",
             expected=f"{_SINGLE}, or shards with {_INDEX}",
-            remedy="download the weights, or name its config.json itself for random weights",
+            remedy="download the weights" + otherwise,
         )
     arrays: dict[str, SafetensorsArray] = {}
     for path in paths:
