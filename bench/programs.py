@@ -36,7 +36,7 @@ from torch import Tensor
 from bench.cases import read_case
 from bench.decode import meet
 from bench.llama import VARIANTS, llama_1b
-from bench.models import Model, encoder, gated_mlp, gpt2_step, mixer
+from bench.models import Model, Region, encoder, gated_mlp, gpt2_step, mixer
 from bench.options import at_least, gpus_of_cases, read_options
 from bench.ranks import TIMEOUT_S, run_on_ranks
 from bench.records import Record, add_book_options, open_book
@@ -173,36 +173,24 @@ def measure(
     step.bind(inputs)  # read where they are, as the peers do
     with torch.inference_mode():
         expected = in_torch().float()
-        (found,) = step(inputs).values()
-        if found.dtype == torch.int64:  # a token: how far its logit is from the highest
-            found = expected + (expected.max() - expected[:, found[0]])
-        far = float((found.float() - expected).abs().max() / expected.abs().max())
+        far = distance(step(inputs), expected)
         assert far < TOLERANCE, f"{case.text}: {far} from torch"
         assert step.stats.replayed, step.stats.reason
         graph, _ = captured(in_torch)
         # outputs stay in the graph's memory on both sides
         runs: dict[str, Call] = {OURS: lambda: step(inputs, inplace=True), GRAPH: graph.replay}
         if with_compile:
-            torch._dynamo.reset()
-            # in a graph of ours: its own would copy the weights, which are no parameters, each call
-            tune = partial(torch.compile, mode="max-autotune-no-cudagraphs", fullgraph=True)
-            tuned = tune(in_torch)
-            if comm.mesh.num_ranks > 1 and model.by_regions is not None:
-                tuned = partial(model.by_regions, own, total, tune)
-            runs[COMPILED] = captured(tuned)[0].replay
+            by_regions = model.by_regions if comm.mesh.num_ranks > 1 else None
+            regions = by_regions and partial(by_regions, own, total)
+            runs[COMPILED] = compiled_by_torch(in_torch, regions)
         for run in runs.values():
             for _ in range(3):
                 run()
         torch.cuda.synchronize()
         if not rounds:
             return {}
-        times: dict[str, list[float]] = {name: [] for name in runs}
         with turn():
-            for number in range(rounds):
-                for name, run in list(runs.items())[:: -1 if number % 2 else 1]:
-                    meet(comm)
-                    us = elapsed_us(lambda run=run: [run() for _ in range(CALLS)], CALLS)
-                    times[name].append(us)
+            times = timed(runs, rounds, comm)
             hosts = {name: host_us(run) for name, run in runs.items()}
             floor = floor_us(step)
             torch.cuda.empty_cache()  # other processes need it
@@ -214,6 +202,39 @@ def measure(
         "floor_us": floor,
         "far": far,
     }
+
+
+def distance(outputs: Mapping[str, Tensor], expected: Tensor) -> float:
+    """The largest difference of the one output, over the largest value; of a token, how far its
+    logit is from the highest.
+    """
+    (found,) = outputs.values()
+    if found.dtype == torch.int64:
+        found = expected + (expected.max() - expected[:, found[0]])
+    return float((found.float() - expected).abs().max() / expected.abs().max())
+
+
+def compiled_by_torch(
+    in_torch: Callable[[], Tensor], by_regions: Callable[[Region], Tensor] | None
+) -> Call:
+    """torch.compile's, in a CUDA graph. by_regions: of several ranks, compiles what lies between
+    their sums.
+    """
+    torch._dynamo.reset()
+    # in a graph of ours: its own would copy the weights, which are no parameters, each call
+    tune = partial(torch.compile, mode="max-autotune-no-cudagraphs", fullgraph=True)
+    return captured(partial(by_regions, tune) if by_regions else tune(in_torch))[0].replay
+
+
+def timed(runs: Mapping[str, Call], rounds: int, comm: Communicator) -> dict[str, list[float]]:
+    """us a call of each, once a round, in turning order."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name, run in list(runs.items())[:: -1 if number % 2 else 1]:
+            meet(comm)
+            us = elapsed_us(lambda run=run: [run() for _ in range(CALLS)], CALLS)
+            times[name].append(us)
+    return times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,41 +216,17 @@ class _BatchProof:
         match one:
             case BatchLinear() | BatchExperts() | BatchLogits():
                 assert isinstance(op, FusedContraction)
-                is_folded = bool(one.flags & NORMED)
-                content = op.x, op.norm, is_folded
-                if self.queues.rows > BATCH:
-                    yield _Access("parts", range(1), (op.outs[0], op.norm, is_folded))
-                else:
-                    times = self.queues.max_hits if one.flags & EXPERT_COLUMNS else 1
-                    yield _Access("x", range(one.src, one.src + times * one.num_tiles_k), content)
-                if is_folded:
-                    yield _Access("squares", range(one.squares, one.squares + 1), content)
-                if isinstance(one, BatchExperts):
-                    assert self.queues.experts is not None
-                    scores = _blocks(one.scores, self.queues.experts.num_experts)
-                    yield _Access("kept", scores, self.exactly(self.scores_of(op)))
-                given = (one.carry, one.carry2) if isinstance(one, BatchLinear) else ()
-                rows = one.num_rows // (2 if one.flags & PAIRED else 1)
-                for name, first in zip(op.operands, given, strict=False):
-                    yield _Access("kept", _blocks(first, rows), self.exactly(name), own=True)
+                yield from self.contraction_reads(one, op)
             case BatchProduct():
                 assert isinstance(op, FusedContraction)
                 span = range(one.src, one.src + -(-one.length // TILE_K))
                 yield _Access("x", span, (op.x, op.norm, bool(one.flags & NORMED)))
             case BatchAttention():
                 assert isinstance(op, FusedAttention)
-                shape = self.queues.attention
-                assert shape is not None
-                if not shape.apart:
-                    yield _Access("kept", _blocks(one.src, one.num_rows), self.exactly(op.q))
-                    return
-                sources = (one.src, op.q), (one.k_src, op.k), (one.v_src, op.v)
-                for at, (first, name) in enumerate(sources):
-                    rows = shape.head_dim * (shape.num_kv_heads if at else shape.num_heads)
-                    yield _Access("kept", _blocks(first, rows), self.exactly(name))
+                yield from self.attention_reads(one, op)
             case BatchHeads() | BatchRows():
                 assert isinstance(op, FusedRowAttention)
-                yield from self.heads_read(one, op)
+                yield from self.heads_reads(one, op)
             case BatchGather():
                 assert isinstance(op, FusedGather)
                 yield _Access("kept", _blocks(one.src, one.num_columns), self.exactly(op.x))
@@ -268,7 +244,39 @@ class _BatchProof:
             case BatchEmbed() | BatchSample():
                 return
 
-    def heads_read(self, one: BatchHeads | BatchRows, op: FusedRowAttention) -> Iterator[_Access]:
+    def contraction_reads(
+        self, one: BatchLinear | BatchExperts | BatchLogits, op: FusedContraction
+    ) -> Iterator[_Access]:
+        is_folded = bool(one.flags & NORMED)
+        content = op.x, op.norm, is_folded
+        if self.queues.rows > BATCH:
+            yield _Access("parts", range(1), (op.outs[0], op.norm, is_folded))
+        else:
+            times = self.queues.max_hits if one.flags & EXPERT_COLUMNS else 1
+            yield _Access("x", range(one.src, one.src + times * one.num_tiles_k), content)
+        if is_folded:
+            yield _Access("squares", range(one.squares, one.squares + 1), content)
+        if isinstance(one, BatchExperts):
+            assert self.queues.experts is not None
+            scores = _blocks(one.scores, self.queues.experts.num_experts)
+            yield _Access("kept", scores, self.exactly(self.scores_of(op)))
+        given = (one.carry, one.carry2) if isinstance(one, BatchLinear) else ()
+        rows = one.num_rows // (2 if one.flags & PAIRED else 1)
+        for name, first in zip(op.operands, given, strict=False):
+            yield _Access("kept", _blocks(first, rows), self.exactly(name), own=True)
+
+    def attention_reads(self, one: BatchAttention, op: FusedAttention) -> Iterator[_Access]:
+        shape = self.queues.attention
+        assert shape is not None
+        if not shape.apart:
+            yield _Access("kept", _blocks(one.src, one.num_rows), self.exactly(op.q))
+            return
+        sources = (one.src, op.q), (one.k_src, op.k), (one.v_src, op.v)
+        for at, (first, name) in enumerate(sources):
+            rows = shape.head_dim * (shape.num_kv_heads if at else shape.num_heads)
+            yield _Access("kept", _blocks(first, rows), self.exactly(name))
+
+    def heads_reads(self, one: BatchHeads | BatchRows, op: FusedRowAttention) -> Iterator[_Access]:
         """Rows of contractions, or, once they are prepared, heads alone."""
         names = [self.exactly(heads.tensor) for heads in (op.q, op.k, op.v)]
         if op.prepares and isinstance(one, BatchRows):
@@ -287,7 +295,7 @@ class _BatchProof:
             if heads.steps is None:
                 yield _Access("kept", self.numbers(start - heads.first, num), content)
 
-    def heads_written(self, one: BatchHeads, op: FusedRowAttention) -> Iterator[_Access]:
+    def heads_writes(self, one: BatchHeads, op: FusedRowAttention) -> Iterator[_Access]:
         width = op.num_heads * op.head_dim
         yield _Access("kept", self.numbers(one.dst, width), _prepared(op, "q"))
         if op.k_cache:
@@ -317,22 +325,7 @@ class _BatchProof:
         op = self.ops.get(one.name)
         match one:
             case BatchLinear() | BatchEmbed() | BatchGather():
-                given = op.outs[0] if isinstance(op, FusedContraction) else one.name
-                if isinstance(op, FusedEmbedding | FusedGather):
-                    given = op.out
-                rows = one.num_rows
-                if isinstance(one, BatchLinear) and one.flags & PAIRED:
-                    rows //= 2
-                content: Content = given, None, False
-                if one.keep != NOTHING:
-                    yield _Access("kept", _blocks(one.keep, rows), content, own=True)
-                norm = self.norm_behind(given, one)
-                content = given, norm, norm is not None
-                if self.epilogue(one).publishes:
-                    yield _Access("x", _chunks(one.dst, rows), content)
-                if norm:
-                    slot = self.epilogue(one).slot
-                    yield _Access("squares", range(slot, slot + 1), content)
+                yield from self.row_writes(one, op)
             case BatchProduct():
                 assert isinstance(op, FusedContraction)
                 content = op.outs[0], op.norm, bool(one.flags & NORMED)
@@ -351,7 +344,7 @@ class _BatchProof:
                 yield _Access("x", _chunks(one.dst, width), (op.out, None, False))
             case BatchHeads():
                 assert isinstance(op, FusedRowAttention)
-                yield from self.heads_written(one, op)
+                yield from self.heads_writes(one, op)
             case BatchRows():
                 assert isinstance(op, FusedRowAttention)
                 width, content = op.num_heads * op.head_dim, (op.out, None, False)
@@ -367,18 +360,39 @@ class _BatchProof:
                     yield _Access("kept", _blocks(one.keep, one.num_rows), content)
             case BatchPointwise():
                 assert isinstance(op, FusedPointwise)
-                if one.keep != NOTHING:
-                    span = _blocks(one.keep, one.num_rows)
-                    yield _Access("kept", span, (op.out, None, False), own=True)
-                formula, norm = self.queues.formulas.each[one.number], self.norm_behind(op.out, one)
-                if formula.publishes:
-                    content = op.out, norm, norm is not None
-                    yield _Access("x", _chunks(one.dst, one.num_rows), content)
-                if formula.scaled:
-                    content = op.out, norm, True
-                    yield _Access("squares", range(one.slot, one.slot + 1), content)
+                yield from self.pointwise_writes(one, op)
             case BatchLogits() | BatchSample():
                 return
+
+    def row_writes(
+        self, one: BatchLinear | BatchEmbed | BatchGather, op: Fused | None
+    ) -> Iterator[_Access]:
+        given = op.outs[0] if isinstance(op, FusedContraction) else one.name
+        if isinstance(op, FusedEmbedding | FusedGather):
+            given = op.out
+        rows = one.num_rows
+        if isinstance(one, BatchLinear) and one.flags & PAIRED:
+            rows //= 2
+        if one.keep != NOTHING:
+            yield _Access("kept", _blocks(one.keep, rows), (given, None, False), own=True)
+        norm, epilogue = self.norm_behind(given, one), self.epilogue(one)
+        content = given, norm, norm is not None
+        if epilogue.publishes:
+            yield _Access("x", _chunks(one.dst, rows), content)
+        if norm:
+            yield _Access("squares", range(epilogue.slot, epilogue.slot + 1), content)
+
+    def pointwise_writes(self, one: BatchPointwise, op: FusedPointwise) -> Iterator[_Access]:
+        if one.keep != NOTHING:
+            span = _blocks(one.keep, one.num_rows)
+            yield _Access("kept", span, (op.out, None, False), own=True)
+        formula, norm = self.queues.formulas.each[one.number], self.norm_behind(op.out, one)
+        if formula.publishes:
+            content = op.out, norm, norm is not None
+            yield _Access("x", _chunks(one.dst, one.num_rows), content)
+        if formula.scaled:
+            content = op.out, norm, True
+            yield _Access("squares", range(one.slot, one.slot + 1), content)
 
     def epilogue(self, one: BatchLinear | BatchEmbed | BatchGather) -> BatchEpilogue:
         epilogues = self.queues.epilogues
