@@ -67,7 +67,7 @@ class KeptPlans:
             return make()
         try:
             whole = f"{self._key}\n{name} {_text_of(key)}"
-        except _UnnamedError as error:
+        except (_UnnamedError, RecursionError) as error:
             _log.debug("%s is not kept: %s", name, error)
             return make()
         path = self._folder / f"{name}-{hashlib.sha256(whole.encode()).hexdigest()[:32]}.pickle"
@@ -143,7 +143,7 @@ def _write(path: Path, key: str, value: object) -> None:
         with replace_file(path, mode=0o600) as file:
             pickle.dump((key, value), file, pickle.HIGHEST_PROTOCOL)
         _remove_oldest(path.parent)
-    except (OSError, pickle.PicklingError, TypeError, AttributeError) as error:
+    except (OSError, pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         _log.debug("%s can't be written: %s", path, error)  # or the value has no pickle
 
 

@@ -246,9 +246,17 @@ def test_nothing_is_written_until_there_is_time(tmp_path: Path):
     assert len([*tmp_path.iterdir()]) == 1
 
 
-def test_a_value_that_cannot_be_written_is_made_each_time(tmp_path: Path):
-    made = Made(lambda: None)
-    for _ in range(2):
-        assert process(CONFIG, folder=tmp_path)("plan", (), made) is made.value
-    assert made.num == 2
+def nested(depth: int) -> object:
+    value: object = ()
+    for _ in range(depth):
+        value = (value,)
+    return value
+
+
+@pytest.mark.parametrize("value", [lambda: None, nested(10_000)], ids=["a function", "a deep one"])
+def test_a_value_that_cannot_be_written_is_made_each_time(value: object, tmp_path: Path):
+    made = Made(value)
+    for key in ((), (), nested(10_000)):
+        assert process(CONFIG, folder=tmp_path)("plan", key, made) is made.value
+    assert made.num == 3
     assert not [*tmp_path.iterdir()]
