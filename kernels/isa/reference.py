@@ -32,7 +32,7 @@ from distmega.program.kinds import widen
 from distmega.program.ops import experts, sampling
 from distmega.program.ops.attention import append_values, attention_values, rope_values
 from distmega.program.ops.compute import reduce_values
-from distmega.program.ops.lookups import embedding_values
+from distmega.program.ops.lookups import embedding_values, require_ids
 from distmega.program.ops.norms import SCAN_VALUES
 
 Run = Callable[[], None]
@@ -263,6 +263,7 @@ def _gather(i: opcodes.Gather, memory: RankMemory) -> Run:
     out = memory.view(i.out, i.extents, i.out_strides)
 
     def run() -> None:
+        require_ids(ids, i.num)
         out.copy_(x.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1))
 
     return run

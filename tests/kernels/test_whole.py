@@ -173,6 +173,26 @@ def test_ids_that_no_row_has_are_refused_before_anything_runs(megakernel: bool, 
 
 
 @pytest.mark.parametrize("megakernel", [True, False])
+@pytest.mark.parametrize("kind", ["gather", "rope"])
+@pytest.mark.parametrize("row", [-1, 7])
+def test_ids_that_a_program_computes_are_checked_when_they_are_looked_up(
+    megakernel: bool, kind: str, row: int
+):
+    p = ProgramBuilder("computes")
+    ids, table = p.input("ids", (3,), "i64").map("a0 + 1"), p.weight("table", (7, 4))
+    if kind == "gather":
+        found = p.gather(table, p.expand(p.reshape(ids, (3, 1)), (3, 4)), 0)
+    else:
+        found = p.rope(p.input("x", (3, 2, 4)), ids, table)
+    step = compiled(p.build(found), megakernel=megakernel)
+    given = {"table": torch.randn(7, 4), "x": torch.ones(3, 2, 4)}
+    if kind == "gather":
+        del given["x"]
+    with pytest.raises(RequestError, match=f"an id of {row} in a table of 7 rows"):
+        step({**given, "ids": torch.tensor([0, row - 1, 2])})
+
+
+@pytest.mark.parametrize("megakernel", [True, False])
 @pytest.mark.parametrize(
     "wrong", [{"at": [-1, 2]}, {"at": [4, 2]}, {"of": [0, -1]}, {"of": [3, 0]}]
 )

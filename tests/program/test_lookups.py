@@ -18,6 +18,13 @@ def overwritten(p: ProgramBuilder, ids: Handle, table: Handle) -> Handle:
     return p.embedding(copied, table)
 
 
+def packed_attention(p: ProgramBuilder, ids: Handle, table: Handle) -> Handle:
+    """Of three caches."""
+    caches, at = p.input("caches", (3, 2, 8, 4)), p.input("at", (6,), "i64")
+    packed = ids, p.input("starts", (4,), "i64")
+    return p.attention(p.input("q", (6, 2, 1, 4)), caches, caches, at, 0.5, packed=packed)
+
+
 USES: list[tuple[Use, dict[str, int]]] = [
     (lambda p, ids, table: p.embedding(ids, table), {"ids": 9}),
     (lambda p, ids, table: p.embedding(p.reshape(p.reshape(ids, (3, 2)), (6,)), table), {"ids": 9}),
@@ -27,6 +34,8 @@ USES: list[tuple[Use, dict[str, int]]] = [
      {"ids": 9}),
     (lambda p, ids, table: p.embedding(ids, table) + p.embedding(ids, p.weight("few", (5, 4))),
      {"ids": 5}),
+    (lambda p, ids, table: p.rope(p.input("x", (6, 2, 4)), ids, table), {"ids": 9}),
+    (packed_attention, {"ids": 3}),
     (lambda p, ids, table: p.embedding(p.slice(ids, 0, 0, 3), table), {}),
     (lambda p, ids, table: p.embedding(ids.map("a0 - 1"), table), {}),
     (overwritten, {}),

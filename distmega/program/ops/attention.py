@@ -21,6 +21,7 @@ from distmega.program.kinds import (
     widen,
     zero_in,
 )
+from distmega.program.ops.lookups import require_ids
 from distmega.program.ops.parts import (
     Built,
     access,
@@ -288,10 +289,15 @@ def _attention_flops(op: StatedOp, work: OpWork) -> int:
 
 def rope_values(x: Any, positions: Any, table: Any) -> Any:
     """Rotates pairs (i, i + d/2) of x [m, ..., d]; table [t, d] holds cosines, then sines, of the
-    d/2 angles.
+    d/2 angles. RequestError as of require_ids.
     """
     half = x.shape[-1] // 2
-    rows = table.index_select(0, positions).view(x.shape[0], *[1] * (x.dim() - 2), 2 * half)
+    try:
+        rows = table.index_select(0, positions)
+    except IndexError:  # looked for here alone: what is right costs nothing
+        require_ids(positions, table.shape[0])
+        raise
+    rows = rows.view(x.shape[0], *[1] * (x.dim() - 2), 2 * half)
     cos, sin = rows[..., :half], rows[..., half:]
     left, right = widen(x).split(half, -1)
     out = x.new_empty(x.shape)

@@ -2,10 +2,11 @@
 
 As compute.py: names and tensors in, the Op and the tensors it writes out.
 
-Ids of embedding and gather are from 0 to one less than the rows or elements there are; none counts
-from the end. Those on a CPU are checked: RequestError for another, before a CompiledProgram runs if
-it is given them, else when the op runs. Nobody looks at those on a GPU, where what another looks up
-means nothing: library ops end in torch's assertion, kernels give zeros or whatever lies there.
+Ids of embedding and gather, positions of rope and sequences of packed attention are from 0 to one
+less than the rows or elements there are; none counts from the end. Those on a CPU are checked:
+RequestError for another, before a CompiledProgram runs if it is given them, else when the op runs.
+Nobody looks at those on a GPU, where what another looks up means nothing: library ops end in
+torch's assertion, kernels give zeros or whatever lies there.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,8 +34,8 @@ from distmega.program.ops.parts import (
 )
 from distmega.program.types import Axis, Op, Program, Tensor
 
-_IDS = {"embedding": 0, "gather": 1}
-"""Which operand holds them."""
+_IDS = {"embedding": (0, "v"), "gather": (1, "v"), "rope": (2, "t"), "attention": (4, "s")}
+"""Which operand holds them, if there is one, and the axis of what they look up."""
 
 
 def embedding(name: str, ids: Tensor, table: Tensor) -> Built:
@@ -113,10 +114,10 @@ def bounded_inputs(program: Program) -> dict[str, int]:
     source = {tensor.name: tensor.name for tensor in program.with_role("input")}
     made = {tensor.name for tensor in program.tensors if tensor.role in ("input", "weight")}
     for op in program.ops:
-        if op.kind in _IDS:
-            name, num = source.get(op.reads[_IDS[op.kind]].tensor), op.axis("v").extent
-            if name:
-                bounds[name] = min(num, bounds.get(name, num))
+        operand, axis = _IDS.get(op.kind, (0, ""))
+        name = source.get(op.reads[operand].tensor) if axis in op.extents else None
+        if name:
+            bounds[name] = min(op.extents[axis], bounds.get(name, op.extents[axis]))
         written = [access.tensor for access in op.writes]
         if not made.isdisjoint(written):
             source.clear()
