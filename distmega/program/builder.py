@@ -368,7 +368,7 @@ class ProgramBuilder:
         """Each row of x [p, k], sorted by group, times the matrix of its group of w [e, n, k]: [p,
         n].
         """
-        rows, name = _routing(routing).slots.shape[0], self._name(name, "grouped_linear")
+        rows, name = self._group_rows(routing, x), self._name(name, "grouped_linear")
         operands = (self._own(x), self._own(w), self._own(routing.offsets))
         return self._add(experts.grouped_linear(name, *operands, rows))
 
@@ -376,7 +376,7 @@ class ProgramBuilder:
         self, text: str, *args: Handle, routing: Routing, name: str = ""
     ) -> Handle:
         """As pointwise, of equal shapes [p, ...] whose rows are sorted by group."""
-        rows, name = _routing(routing).slots.shape[0], self._name(name, "pointwise")
+        rows, name = self._group_rows(routing, *args), self._name(name, "pointwise")
         operands = [self._own(each) for each in args]
         return self._add(
             experts.grouped_pointwise(name, text, operands, self._own(routing.offsets), rows)
@@ -505,6 +505,21 @@ class ProgramBuilder:
                 remedy="declare it with this builder",
             )
         return handle.tensor
+
+    def _group_rows(self, routing: Routing, *sorted_rows: Handle) -> int:
+        """The most rows that a group can have. ProgramError where tensors sorted by group have
+        another number of rows than were routed.
+        """
+        num, choices = _routing(routing).slots.shape
+        for x in map(self._own, sorted_rows):
+            if x.shape[:1] != (num * choices,):
+                found = f"{x.name!r} of shape {x.shape} sorted by {routing.slots.name!r}"
+                raise ProgramError(
+                    found,
+                    expected=f"{num * choices} rows, {choices} of each of {num} that are routed",
+                    remedy="give what gather_rows or a grouped op of that routing made",
+                )
+        return num
 
     def _add(self, built: Built) -> Handle:
         op, tensors = built

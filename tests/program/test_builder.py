@@ -224,6 +224,21 @@ MISUSES: dict[str, tuple[Misuse, str]] = {
         lambda p, x: routed(p, lambda i, to: p.scatter_add(i, p.weight("w", (2, 1)), to)),
         "'w' of f32 with 'gather_rows_1' of i32",
     ),
+    "a product of rows that nobody routed": (
+        lambda p, x: routed(
+            p,
+            lambda i, to: p.grouped_linear(
+                p.slice(i, 0, 0, 1), p.weight("w", (3, 4, 4), "i32"), to
+            ),
+        ),
+        "of shape (1, 4) sorted by 'route_0.slots'; expected 2 rows, 1 of each of 2 that are",
+    ),
+    "a formula of rows that nobody routed": (
+        lambda p, x: routed(
+            p, lambda i, to: p.grouped_pointwise("-a0", p.weight("w", (3, 4)), routing=to)
+        ),
+        "'w' of shape (3, 4) sorted by 'route_0.slots'; expected 2 rows",
+    ),
     "halves of whole rows": (
         lambda p, x: routed(p, lambda i, to: p.grouped_pointwise("a0 * 0.5", i, routing=to)),
         "with a result in i32 holds '0.5'",
