@@ -107,7 +107,7 @@ def choose_tilings(program: Program, num_sms: int, *, rows: int = 16) -> dict[st
     """
     require(program, Program, "program", "what a ProgramBuilder builds")
     require_count(num_sms, "num_sms")
-    require_count(rows, "rows")
+    require_count(rows, "rows", most=2**31 - 1)
     found: dict[str, dict[str, int]] = {}
     for group in tile_segment(program, num_sms, min_task_bytes=1, row_multiple=1):
         op, index = group.op, grouped_index(group.op)

@@ -6,6 +6,9 @@ of the door.
 
 from distmega.errors import ProgramError
 
+MOST = 1024
+"""Of SMs, ranks and the like, as an engine takes them too (EngineOptions)."""
+
 
 def require(found: object, types: type | tuple[type, ...], name: str, expected: str) -> None:
     """ProgramError unless `found`, the argument `name`, is of these types. expected: what it is, in
@@ -19,11 +22,11 @@ def require(found: object, types: type | tuple[type, ...], name: str, expected: 
         )
 
 
-def require_count(found: object, name: str) -> None:
-    """ProgramError unless `found` is a whole number of at least 1."""
-    if type(found) is not int or found < 1:
+def require_count(found: object, name: str, most: int = MOST) -> None:
+    """ProgramError unless `found` is a whole number from 1 to `most`."""
+    if type(found) is not int or not 1 <= found <= most:
         raise ProgramError(
             f"{name} {found!r:.60}",
-            expected="a whole number of at least 1",
+            expected=f"a whole number of at least 1, at most {most}",
             remedy="correct the argument",
         )

@@ -185,6 +185,17 @@ class EventGraph:
         return {event: tuple(tasks) for event, tasks in found.items()}
 
     @cached_property
+    def _event_ids(self) -> frozenset[EventId]:
+        awaited = (event for events in self.waits.values() for event in events)
+        return frozenset((*self.producers, *awaited))
+
+    def _has(self, event: object) -> bool:
+        try:
+            return event in self._event_ids
+        except TypeError:  # no hash
+            return False
+
+    @cached_property
     def sources_of(self) -> dict[str, str]:
         """Event tensor -> whose tasks trigger it."""
         return {event.name: event.sources for event in self.events}
@@ -255,8 +266,15 @@ class EventGraph:
 
     def count(self, event: EventId, known: RunTime) -> int:
         """Triggers that complete an event: those of tasks that run, on all ranks that count, each
-        of which has groups of its own where ranks share these out.
+        of which has groups of its own where ranks share these out. ProgramError for what is no
+        event of the graph.
         """
+        if not self._has(event):
+            raise ProgramError(
+                f"event {event!r:.60}",
+                expected=f"events of {', '.join(self.sources_of)}, each with its coordinates",
+                remedy="take one of `waits` or `triggers`",
+            )
         tasks, ranks = self.producers.get(event, ()), self.ranks_of[event[0]]
         each = [known] if ranks == 1 else [self.on_rank(known, rank) for rank in range(ranks)]
         return sum(self.runs(task, there) for there in each for task in tasks)

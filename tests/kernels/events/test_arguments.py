@@ -32,6 +32,8 @@ CALLS: dict[str, Callable[[object], object]] = {
     "num_ranks": lambda bad: events.analyse_events(PROGRAM, {}, num_ranks=bad),
     "num_sms": lambda bad: events.choose_tilings(PROGRAM, bad),
     "rows": lambda bad: events.choose_tilings(PROGRAM, 4, rows=bad),
+    "num_sms ": lambda bad: events.make_queues(GRAPH, bad),
+    "event": lambda bad: GRAPH.count(bad, RunTime(symbols=B)),
     "graph": lambda bad: events.make_queues(bad, 2),
     "graph ": events.print_events,
     "queues": events.check_queues,
@@ -55,6 +57,22 @@ def test_what_an_argument_can_not_be_is_named(argument: str, bad: object) -> Non
     if argument != "symbol":  # a name of letters is one
         assert str(refusal.value).startswith(argument.strip())
         assert f"{bad!r}" in str(refusal.value)
+
+
+def test_more_sms_than_any_machine_has_are_refused():
+    with pytest.raises(ProgramError, match=r"num_sms 1000000000; .* at least 1, at most 1024"):
+        events.make_queues(GRAPH, 10**9)
+
+
+@pytest.mark.parametrize("place", [(99,), (0, 0), [0]])
+def test_a_count_is_of_an_event_of_the_graph(place: object):
+    p = ProgramBuilder("p")
+    made = p.input("x", (4,)).map("exp(a0)", name="P")
+    graph = events.analyse_events(p.build(made.map("-a0", name="C")), {})
+    assert graph.count(("P.0", ()), RunTime()) == 1
+    for bad in ("P.0", place), ("Q.0", ()):
+        with pytest.raises(ProgramError, match=r"^event \(.*; expected events of P\.0, each with"):
+            graph.count(bad, RunTime())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", ["x", 3, [("B", "x", 0)]])
