@@ -571,21 +571,28 @@ class CompiledProgram:
             require_ids(found, self._bounded[name], name)
 
     def _check_apart(self, tensors: Mapping[str, Tensor]) -> None:
-        """ProgramError for states of which an update would change others, or more of themselves."""
-        last, stop = "", 0
-        for name in sorted(self._states & tensors.keys(), key=lambda n: tensors[n].data_ptr()):
-            x = tensors[name]
+        """ProgramError for states of which an update would change other states, weights, or more of
+        themselves.
+        """
+        kept = {name for name in tensors if self._given[name].role in ("state", "weight")}
+        ends = {"state": (0, ""), "weight": (0, "")}  # how far those before reach, and which does
+        for name in sorted(kept, key=lambda n: tensors[n].data_ptr()):
+            x, role = tensors[name], self._given[name].role
             if not x.numel():
                 continue
-            repeats = any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True))
-            if repeats or x.data_ptr() < stop:
+            is_state = role == "state"
+            stop, last = max(ends.values()) if is_state else ends["state"]
+            if is_state and any(n > 1 and not s for n, s in zip(x.shape, x.stride(), strict=True)):
+                stop, last = x.data_ptr() + 1, name
+            if x.data_ptr() < stop:
+                state, other = (name, last) if is_state else (last, name)
                 raise ProgramError(
-                    f"state {name!r} in memory that it shares with {(name if repeats else last)!r}",
+                    f"state {state!r} in memory that it shares with {other!r}",
                     expected="memory of its own for every state",
                     remedy="give each a tensor of its own",
                 )
-            last = name
-            stop = x.data_ptr() + (x.nbytes if x.is_contiguous() else x.element_size())
+            num_bytes = x.nbytes if x.is_contiguous() else x.element_size()
+            ends[role] = max(ends[role], (x.data_ptr() + num_bytes, name))
 
     def _refuse_name(self, name: str) -> NoReturn:
         raise ProgramError(

@@ -137,6 +137,24 @@ def test_states_have_memory_of_their_own():
     assert torch.equal(rows[:2], torch.ones(2, 2, 4))
 
 
+@pytest.mark.parametrize("megakernel", [True, False])
+def test_a_state_is_not_in_the_memory_of_a_weight(megakernel: bool):
+    """Its updates would change the weight, or not, as the kernel holds it elsewhere."""
+    p = distmega.ProgramBuilder("adds")
+    w, v, s = p.weight("w", (2, 4)), p.weight("v", (2, 4)), p.state("s", (2, 4))
+    program = p.build(p.set(p.pointwise("a0 + a1 + a2", s, w, v), into=s))
+    plan = distmega.plan_program(program, ONE, distmega.CPU)
+    step = CompiledProgram(plan, SingleCommunicator(ONE), megakernel=megakernel)
+    whole, tied = torch.zeros(3, 4), torch.ones(2, 4)
+    for at in (0, 1):
+        given = {"w": whole[at : at + 2], "v": tied, "s": whole[1 - at : 3 - at]}
+        with pytest.raises(ProgramError, match="state 's' in memory that it shares with 'w'"):
+            step(given)
+    assert not whole.any()
+    step({"w": tied, "v": tied, "s": whole[:2]})
+    assert torch.equal(whole[:2], torch.full((2, 4), 2.0))
+
+
 def test_an_input_in_the_memory_of_a_state_is_what_it_was_before_the_call():
     step, s = two_states(), torch.ones(2, 4)
     (y,) = step({"x": s, "s": s, "t": torch.zeros(2, 4)}).values()
