@@ -23,7 +23,14 @@ from distmega.engine.ranks.agreement import on_all_ranks, require_equal
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
 from distmega.engine.ranks.devices import find_device
-from distmega.errors import HangError, ProgramError, RankFailure, UnsupportedError, counted
+from distmega.errors import (
+    DistmegaError,
+    HangError,
+    ProgramError,
+    RankFailure,
+    UnsupportedError,
+    counted,
+)
 from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import Communicator, TeamCommunicator
 from distmega.hostir.comm.nccl import NcclCommunicator
@@ -203,6 +210,7 @@ class CompiledProgram:
             if captured is None:
                 outputs = self._run(inputs)
             else:
+                self._guard.began = True
                 outputs = captured.run(inputs, copy=not inplace)
             if self._deadline is not None:
                 self._deadline.note(captured.stream if captured else None)
@@ -250,8 +258,8 @@ class CompiledProgram:
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Weights, states and inputs to be used where they are, by name, in place of those bound
         before: states are updated there, inputs read there in each call. All ranks make this call;
-        the next one captures anew. After a HangError or RankFailure states are void until all of
-        them are bound again. ProgramError for a tensor that does not fit.
+        the next one captures anew. After an error of a call that has begun to run, states are void
+        until all of them are bound again. ProgramError for a tensor that does not fit.
         """
         check_mapping(tensors)
         for name, x in tensors.items():
@@ -441,6 +449,7 @@ class CompiledProgram:
             name: x.clone() if x.untyped_storage().data_ptr() in updated else x
             for name, x in inputs.items()
         }
+        self._guard.began = True
         outputs = (evaluator or self._evaluator).run({**inputs, **self._bound})
         for name in self._shown.keys() & self._copied & self._bound.keys():
             outputs |= {out: outputs[out].clone() for out in self._shown[name]}
@@ -630,16 +639,19 @@ class CompiledProgram:
 
 
 class _StateGuard:
-    """Around what runs a program: refuses it while its states are void, which a fault makes them.
-    fault: what did; empty while they are good.
+    """Around what runs a program: refuses it while its states are void, which a fault makes them,
+    and whatever ends a run that has begun, since some may be updated by then. began: whether the
+    call has; fault: what made them void, empty while they are good.
     """
 
-    __slots__ = ("_has_states", "_program", "fault")
+    __slots__ = ("_has_states", "_program", "began", "fault")
 
     def __init__(self, program: str, has_states: bool) -> None:
         self._program, self._has_states, self.fault = program, has_states, ""
+        self.began = False
 
     def __enter__(self) -> None:
+        self.began = False
         if self.fault:
             raise ProgramError(
                 f"states of program {self._program!r} that are void since {self.fault}",
@@ -648,8 +660,10 @@ class _StateGuard:
             )
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._has_states and isinstance(error, HangError | RankFailure):
-            self.fault = f"{type(error).__name__}: {error.found}"
+        broken = isinstance(error, HangError | RankFailure) or (self.began and error is not None)
+        if self._has_states and broken:
+            what = error.found if isinstance(error, DistmegaError) else str(error)
+            self.fault = f"{type(error).__name__}: {what}"
 
 
 def _kept_kernel(

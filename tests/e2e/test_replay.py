@@ -12,7 +12,7 @@ from torch import Tensor
 import distmega
 from distmega import compiled
 from distmega.compiled import CompiledProgram
-from distmega.errors import CheckError, HangError, ProgramError
+from distmega.errors import CheckError, HangError, ProgramError, RequestError
 from distmega.hostir import SingleCommunicator
 from distmega.hostir.run import cuda_graph, evaluator
 from distmega.kernels.whole import WholeKernel
@@ -153,6 +153,26 @@ def test_a_state_is_not_in_the_memory_of_a_weight(megakernel: bool):
     assert not whole.any()
     step({"w": tied, "v": tied, "s": whole[:2]})
     assert torch.equal(whole[:2], torch.full((2, 4), 2.0))
+
+
+@pytest.mark.parametrize("megakernel", [True, False])
+def test_what_ends_a_run_midway_voids_its_states(megakernel: bool):
+    """Scores that are no numbers are found behind the update of a state."""
+    p = distmega.ProgramBuilder("midway")
+    x, s = p.input("x", (2, 4)), p.state("s", (2, 4))
+    seen = p.set(p.pointwise("a0 + a1", s, x), into=s)
+    plan = distmega.plan_program(p.build(*p.top_k(seen, 2)), ONE, distmega.CPU)
+    step = CompiledProgram(plan, SingleCommunicator(ONE), megakernel=megakernel)
+    ones = torch.ones(2, 4)
+    step({"x": ones, "s": torch.zeros(2, 4)})
+    with pytest.raises(RequestError, match="a router score of row 0 is not a number"):
+        step({"x": ones * torch.nan})
+    with pytest.raises(ProgramError, match="'midway' that are void since RequestError: a router"):
+        step({"x": ones})
+    step.bind({"s": torch.zeros(2, 4)})
+    with pytest.raises(ProgramError, match="expected f32"):
+        step({"x": ones.double()})
+    step({"x": ones})
 
 
 def test_an_input_in_the_memory_of_a_state_is_what_it_was_before_the_call():
