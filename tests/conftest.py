@@ -1,7 +1,8 @@
 """What tests need of the machine (gpu, multigpu(n), ray), and how many were skipped for what.
 
 Nightly sweeps run only when -m names them. Where several processes share the work (`pytest -n 3`),
-the tests of a file stay in one, and so do all those of a folder whose tests start ranks.
+the tests of a file stay in one, and so do all those of a folder whose tests start ranks, and those
+that read the syntax of every file.
 """
 
 import importlib.util
@@ -26,7 +27,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait for each other need
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the Hugging Face Hub
 
-WITH_RANKS = re.compile(r"tests/(e2e|launch|multigpu)/")
+TOGETHER = re.compile(
+    r"tests/(e2e|launch|multigpu)/|tests/repo/(?=test_(devices|layering|words)\.py)"
+)
 LONG = (
     "tests/repo/test_lint.py",
     "tests/kernels/test_newest_triton.py",
@@ -86,9 +89,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=problem))
 
 
-class _RanksInOneProcess(LoadScopeScheduling):
+class _FoldersInOneProcess(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        found = WITH_RANKS.match(nodeid)
+        found = TOGETHER.match(nodeid)
         return found[0] if found else nodeid.partition("::")[0]
 
     def _assign_work_unit(self, node: WorkerController) -> None:
@@ -101,7 +104,7 @@ class _RanksInOneProcess(LoadScopeScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    return _RanksInOneProcess(config, log)
+    return _FoldersInOneProcess(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

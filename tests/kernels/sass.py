@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from functools import lru_cache
 from pathlib import Path
 
 from tests.kernels.sm90 import OBJDUMP
@@ -13,11 +14,13 @@ _BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
 _CONTROL = re.compile(r"\b(BRA|BSSY|BSYNC|BAR|WARPSYNC|EXIT|CALL|RET|BREAK|SHFL)\b")
 
 
-def instructions(cubin: Path) -> list[tuple[str, str]]:
-    """Place and text of each."""
+@lru_cache(maxsize=4)
+def instructions(cubin: Path) -> tuple[tuple[str, str], ...]:
+    """Place and text of each; disassembled once for all checks of a kernel."""
     command = [str(OBJDUMP), "-sass", str(cubin)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [(match[1], match[2]) for line in text.splitlines() if (match := _ADDRESS.match(line))]
+    found = map(_ADDRESS.match, text.splitlines())
+    return tuple((match[1], match[2]) for match in found if match)
 
 
 def spills_in_products(cubin: Path) -> list[str]:

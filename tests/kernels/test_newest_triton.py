@@ -16,9 +16,9 @@ SPECIAL = "drawing or sampl or kinds or programs or row_pointwise or expert or s
 """What is compiled in beside the common parts of kernels: by night alone."""
 SIZES = (
     "(norms and (128 or 1024 or 5000 or 16384)) or rms-65536 or layer-65536 or 134217728 "
-    "or test_plain[128] or test_gathering[False] or test_mixing[128 or test_mixing[256-False]"
+    "or test_plain[128] or gathering or two_weights or test_mixing[128 or test_mixing[256-False]"
 )
-REPEATED = f"qwen3 or smollm2 or {SIZES}"
+REPEATED = f"qwen3 or smollm2 or barriers or {SIZES}"
 """Kernels that are compiled for other sizes too: by night alone, as those."""
 BY_NIGHT = f"{SPECIAL} or {REPEATED}"
 

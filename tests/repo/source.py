@@ -91,7 +91,8 @@ def _walk(node: ast.AST, *, local: bool, late: bool) -> Iterator[Import]:
 
 def names_module(text: str) -> bool:
     """Whether a string is the name of a module inside a package, or "module:function"."""
-    return text.partition(":")[0] in known_modules() - TOPS.keys()
+    name = text.partition(":")[0]
+    return name in known_modules() and name not in TOPS
 
 
 @cache

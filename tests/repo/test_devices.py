@@ -22,8 +22,8 @@ def undecided(tree: ast.AST) -> Iterator[int]:
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
-            and ast.unparse(node.func.value) == "torch"
             and node.func.attr in MAKERS
+            and ast.unparse(node.func.value) == "torch"
             and not any(keyword.arg in ("device", None) for keyword in node.keywords)
         ):
             yield node.lineno

@@ -174,14 +174,14 @@ def check_random_program(seed: int) -> tuple[int, int]:
 
 
 def test_what_is_accepted_is_equal_in_exact_arithmetic():
-    counts = [check_random_program(seed) for seed in range(110)]
-    assert sum(proven for proven, _ in counts) > 100
-    assert sum(refused for _, refused in counts) > 50
+    counts = [check_random_program(seed) for seed in range(60)]
+    assert sum(proven for proven, _ in counts) > 50
+    assert sum(refused for _, refused in counts) > 25
 
 
 @pytest.mark.nightly
 def test_what_is_accepted_is_equal_in_exact_arithmetic_at_length():
-    counts = [check_random_program(seed) for seed in range(100, 1100)]
+    counts = [check_random_program(seed) for seed in range(60, 1100)]
     assert sum(proven for proven, _ in counts) > 1000
     assert sum(refused for _, refused in counts) > 400
 

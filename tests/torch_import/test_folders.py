@@ -39,10 +39,9 @@ def save_model(folder: Path, name: str) -> nn.Module:
     [
         "gpt2",
         "phi3",
-        "gpt_neox",
         *(
             pytest.param(name, marks=pytest.mark.nightly)
-            for name in ("gemma2", "falcon-alibi", "granitemoe", "phimoe")
+            for name in ("gpt_neox", "gemma2", "falcon-alibi", "granitemoe", "phimoe")
         ),
     ],
 )

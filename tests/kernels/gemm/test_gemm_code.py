@@ -59,7 +59,7 @@ def test_plain(tile_n):
     assert not count(code, ".sys")
 
 
-@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("debug", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_gathering(debug):
     code = code_of(num_ranks=2, gathers=True, debug=debug)
     check_products(code, 256, num_loops=2)

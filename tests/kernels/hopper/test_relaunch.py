@@ -19,6 +19,8 @@ from tests.kernels import offline
 from tests.kernels.hopper.batch_plan.test_batch_team import decode_plan, open_batch_runner
 from tests.kernels.hopper.one_row.test_decode_code import open_runner
 
+LIMITED = Method(kind="limited", num_candidates=64)
+"""The batched kernel that tests share: compiled once."""
 METADATA = 6
 """Place of what hooks may ask for, made anew for each launch."""
 
@@ -43,7 +45,7 @@ def test_a_prepared_kernel_is_the_one_that_runs(monkeypatch, batch):
         if batch == 1:
             runner = open_runner("llama-3.2-1b", 1)
         else:
-            runner = open_batch_runner(decode_plan("smollm2-135m", 1, batch))
+            runner = open_batch_runner(decode_plan("smollm2-135m", 1, batch, method=LIMITED))
         runner.prepare()
         for num_steps in (1, 1, 3):
             runner.run_steps(num_steps)
@@ -93,7 +95,7 @@ def test_a_batched_step_begins_with_one_op_a_thing_that_it_is_told(monkeypatch):
 @pytest.mark.parametrize(
     ("num_ranks", "method"),
     [
-        (1, Method(kind="limited", num_candidates=64)),
+        (1, LIMITED),
         pytest.param(2, GREEDY, marks=pytest.mark.nightly),
     ],
 )

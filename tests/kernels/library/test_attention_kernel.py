@@ -84,7 +84,12 @@ def test_packed_rows_are_torchs(
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "windowed"), [(128, 4, False), (64, 4, False), (128, 1, True)]
+    ("dim", "group", "windowed"),
+    [
+        pytest.param(128, 4, False, marks=pytest.mark.nightly),
+        (64, 4, False),
+        (128, 1, True),
+    ],
 )
 def test_products_run_beside_exponentials_and_nothing_spills(dim: int, group: int, windowed: bool):
     """Each warp group: the first scores, two products a block in a loop of masked ones and, unless

@@ -44,7 +44,7 @@ def accesses(code: str) -> list[str]:
     return [f"{kind} {int(bits) * (4 if many else 1)}" for kind, many, bits in found]
 
 
-@pytest.mark.parametrize("warps", [8, 16])
+@pytest.mark.parametrize("warps", [pytest.param(8, marks=pytest.mark.nightly), 16])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_that_begin_anywhere_move_by_16_bytes(kernel, warps):
     """But for what is outside of chunks, one element a thread."""
@@ -80,7 +80,11 @@ def test_a_second_pass_loads_before_it_waits_for_the_first():
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
     ("op", "dtype", "even"),
-    [("layer", "bf16", False), ("layer", "fp32", False), ("rms", "fp16", True)],
+    [
+        pytest.param("layer", "bf16", False, marks=pytest.mark.nightly),
+        ("layer", "fp32", False),
+        ("rms", "fp16", True),
+    ],
 )
 def test_nothing_spills(kernel, op, dtype, even):
     loads, vector = (8, 4) if dtype == "fp32" else (4, 8)

@@ -154,7 +154,10 @@ def norm_code(op: str, dtype: str, columns: int, residual: bool) -> None:
     assert "st.global" not in code.ptx
 
 
-@pytest.mark.parametrize("columns", [128, 1024, 4096, 5000, 16384])
+@pytest.mark.parametrize(
+    "columns",
+    [128, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1024, 16384)), 4096, 5000],
+)
 @pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
 def test_norms(op, columns):
     norm_code(op, "bf16", columns, op == "rms")

@@ -61,13 +61,21 @@ def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machi
 MACHINES = {
     "64 in two parts": (64, 2, False, GREEDY),
     "128 with norms": (128, 1, True, GREEDY),
-    "drawing": (64, 1, False, SAMPLED),
     "drawing within limits": (128, 1, True, LIMITED),
+}
+BY_NIGHT = {
+    "drawing": (64, 1, False, SAMPLED),
     "drawing within limits, heads of 64": (64, 2, False, LIMITED),
 }
 
 
-@pytest.fixture(scope="module", params=MACHINES.values(), ids=MACHINES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(x, id=name) for name, x in MACHINES.items()),
+        *(pytest.param(x, id=name, marks=pytest.mark.nightly) for name, x in BY_NIGHT.items()),
+    ],
+)
 def machine(request: pytest.FixtureRequest) -> Machine:
     return compiled(*request.param)
 

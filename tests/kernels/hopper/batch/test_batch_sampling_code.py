@@ -12,11 +12,12 @@ from tests.kernels.sass import parted_at_barriers, spills_in_products
 from tests.kernels.sm90 import SHARED_BYTES, Machine
 
 PLAIN, LIMITED = Method(kind="plain"), Method(kind="limited", num_candidates=64)
-CASES = [("llama-3.2-1b", 2, PLAIN), ("llama-3.2-1b", 2, LIMITED), ("qwen3-8b", 4, LIMITED)]
+CASES = [("llama-3.2-1b", 2, PLAIN), ("qwen3-8b", 4, LIMITED)]
+BY_NIGHT = ("llama-3.2-1b", 2, LIMITED)
 """Limits among any tokens are looked for by the same code."""
 SPILLED_BYTES = 24
 """Scalars that an instruction or a draw reads back once."""
-MOST_IN_PRODUCTS = {("llama-3.2-1b", 2, LIMITED): 4}
+MOST_IN_PRODUCTS = {BY_NIGHT: 4}
 """Accesses to two halfwords in the loop over k, of which one turn has some 600 instructions, since
 SMs have a piece of attention each (docs/notes/batch.md).
 """
@@ -31,7 +32,11 @@ def compiled(name: str, tp: int, method: Method) -> Machine:
     return machine
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]} tp={case[1]} {case[2]}")
+@pytest.fixture(
+    scope="module",
+    params=[*CASES, pytest.param(BY_NIGHT, marks=pytest.mark.nightly)],
+    ids=lambda case: f"{case[0]} tp={case[1]} {case[2]}",
+)
 def case(request: pytest.FixtureRequest) -> tuple[str, int, Method]:
     found: tuple[str, int, Method] = request.param
     return found
@@ -63,7 +68,9 @@ def test_waits_and_signals_are_as_they_should_be(machine: Machine):
     assert bare_signals(machine.ptx) == []
 
 
-@pytest.mark.parametrize(("name", "tp", "method"), CASES[1:])
+@pytest.mark.parametrize(
+    ("name", "tp", "method"), [CASES[1], pytest.param(*BY_NIGHT, marks=pytest.mark.nightly)]
+)
 def test_logits_are_told_of_behind_a_barrier_and_a_fence(name: str, tp: int, method: Method):
     """Whoever polled the words passes a fence and a barrier too."""
     lines = [line.strip() for line in compiled(name, tp, method).ptx.splitlines()]

@@ -61,8 +61,14 @@ def queues_of(lowered: DecodePlan, team_rank: int) -> RowQueues | BatchQueues:
     return build(segment, lowered.weights, lowered.states, 132, team_rank)
 
 
-@pytest.mark.parametrize("logits", ["none", "last"])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("tp", "logits"),
+    [
+        (1, "last"),
+        (2, "none"),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((1, "none"), (2, "last"))),
+    ],
+)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("method", LOOKED_FOR)
 def test_tokens_are_drawn_in_the_kernel(method: Method, batch: int, tp: int, logits: Logits):
