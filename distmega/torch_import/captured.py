@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from distmega.compiled import CompiledProgram
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
-from distmega.errors import CaptureError, ProgramError, counted
+from distmega.errors import CaptureError, ProgramError, RequestError, counted
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
 from distmega.hostir.library.opaque_graph import open_graph
 from distmega.hostir.library.torch_types import hold, unhold
@@ -149,7 +149,11 @@ class CapturedModule:
         _require_apart(given, graph.updated.values())
         held = {name: hold(x) for name, x in given.items()}
         parts = {name: step.compiled.part(name, x) for name, x in held.items()}
-        out = step.compiled(parts)
+        try:
+            out = step.compiled(parts)
+        except RequestError:
+            self._keep_states(step)
+            raise
         late = step.end({**step.wholes, **held, **out})
         for result, name in graph.updated.items():
             given[name].copy_(unhold(out[result], given[name].dtype))
@@ -190,6 +194,12 @@ class CapturedModule:
             case Empty(shape=shape, dtype=dtype):
                 return torch.empty(shape, dtype=dtype, device=self._device)
         return leaf
+
+    def _keep_states(self, step: "_CapturedStep") -> None:
+        """States stay as inputs that a run refuses left them, as a module's buffers do."""
+        states = [tensor.name for tensor in step.captured.program.with_role("state")]
+        if states:
+            step.compiled.bind({name: self._persistent[name] for name in states})
 
     def _step(
         self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

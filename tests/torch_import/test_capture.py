@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import distmega
 from distmega.compiled import CompiledProgram
-from distmega.errors import CaptureError, MeshError, PlanError, RankFailure
+from distmega.errors import CaptureError, MeshError, PlanError, RankFailure, RequestError
 from distmega.program.text import parse_program, print_program
 from distmega.sharding.layout.placements import Layout, Shard
 from tests.torch_import.running import assert_close, call, check_module, open_ranks
@@ -491,3 +491,28 @@ def test_operators_that_check_their_results_are_run_and_checked(function):
     assert_close(call(ranks, x), function(x))
     with pytest.raises(RankFailure, match=r"singular|not positive-definite"):
         call(ranks, torch.zeros(4, 4))
+
+
+class Counts(nn.Module):
+    """Counts its calls, and looks up ids behind that."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.count.add_(1)
+        return self.table(ids + 1) + self.count
+
+
+def test_a_module_goes_on_after_inputs_that_it_refuses_midway():
+    module, ids = Counts().eval(), torch.tensor([0, 1])
+    rows = module.table.weight[1:3].detach().clone()
+    step = distmega.capture(module, (ids,)).compile()
+    torch.testing.assert_close(step(ids), rows + 1)
+    with pytest.raises(RequestError, match="an id of 7 in a table of 5 rows"):
+        step(ids + 6)
+    torch.testing.assert_close(step(ids), rows + 2)
