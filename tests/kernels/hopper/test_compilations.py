@@ -48,6 +48,7 @@ def launch(name: str, rows: int, max_context: int) -> None:
     ("name", "rows", "most"),
     [
         ("llama-3.2-1b", (1, 2, 3, MOST_ROWS), 2),
+        ("qwen3-30b-a3b", (1,), 1),
         pytest.param("llama-3.2-1b", range(1, MOST_ROWS + 1), 2, marks=pytest.mark.nightly),
         pytest.param("qwen3-0.6b", range(1, MOST_ROWS + 1), 2, marks=pytest.mark.nightly),
         pytest.param("qwen3-30b-a3b", range(1, MOST_ROWS + 1), 2, marks=pytest.mark.nightly),
