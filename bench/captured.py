@@ -49,7 +49,7 @@ from bench.cases import StepCase, read_case
 from bench.options import at_least, read_options, seconds
 from bench.programs import own_tensors
 from bench.records import Book, Record, add_book_options, open_book
-from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
+from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us, in_turn
 from bench.turns import tune_alone
 from distmega.collecting import gc_paused
 from distmega.compiled import CompiledProgram
@@ -298,9 +298,8 @@ def prepare(case: StepCase, with_peer: bool) -> Prepared:
 def measure(case: StepCase, prepared: Prepared, rounds: int) -> Record:
     """Medians over rounds in which each is timed once."""
     times: dict[str, list[float]] = {name: [] for name in prepared.runs}
-    for number in range(rounds):
-        for name, run in list(prepared.runs.items())[:: -1 if number % 2 else 1]:
-            times[name].append(elapsed_us(lambda run=run: [run() for _ in range(STEPS)], STEPS))
+    for name, run in in_turn(prepared.runs, rounds):
+        times[name].append(elapsed_us(lambda run=run: [run() for _ in range(STEPS)], STEPS))
     medians = {name: round(statistics.median(found), 1) for name, found in times.items()}
     ours_us = medians.pop("ours")
     return Record(

@@ -40,7 +40,14 @@ from bench.models import Model, Region, encoder, gated_mlp, gpt2_step, mixer
 from bench.options import at_least, gpus_of_cases, read_options
 from bench.ranks import TIMEOUT_S, run_on_ranks
 from bench.records import Record, add_book_options, open_book
-from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us, flops_per_us
+from bench.timing import (
+    Call,
+    captured,
+    copy_bytes_per_us,
+    elapsed_us,
+    flops_per_us,
+    in_turn,
+)
 from bench.turns import Turns, tune_alone
 from distmega.compiled import CompiledProgram
 from distmega.hostir.comm.communicator import Communicator
@@ -227,13 +234,11 @@ def compiled_by_torch(
 
 
 def timed(runs: Mapping[str, Call], rounds: int, comm: Communicator) -> dict[str, list[float]]:
-    """us a call of each, once a round, in turning order."""
+    """us a call of each, once a round, `in_turn`."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds):
-        for name, run in list(runs.items())[:: -1 if number % 2 else 1]:
-            meet(comm)
-            us = elapsed_us(lambda run=run: [run() for _ in range(CALLS)], CALLS)
-            times[name].append(us)
+    for name, run in in_turn(runs, rounds):
+        meet(comm)
+        times[name].append(elapsed_us(lambda run=run: [run() for _ in range(CALLS)], CALLS))
     return times
 
 

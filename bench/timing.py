@@ -3,7 +3,7 @@ slowest of several GPUs.
 """
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,22 +64,28 @@ def flops_per_us() -> float:
     return 2.0 * 8192**3 / statistics.median(elapsed_us(lambda: x @ w, 1) for _ in range(20))
 
 
+def in_turn(calls: Mapping[str, Call], rounds: int) -> Iterator[tuple[str, Call]]:
+    """All calls in every round, in every other one backwards, so that none always follows the same
+    one.
+    """
+    for number in range(rounds):
+        yield from list(calls.items())[:: -1 if number % 2 else 1]
+
+
 def alternating_us(calls: Mapping[str, Call], rounds: int, before: Call) -> dict[str, float]:
-    """Median time on the GPU of each call, all of them in turn in every round, in every
-    other one backwards, so that none always follows the same one; each behind `before`, which is
-    not timed and gives the host time to run ahead. Two calls of each come first.
+    """Median time on the GPU of each call, `in_turn`; each behind `before`, which is not timed and
+    gives the host time to run ahead. Two calls of each come first.
     """
     spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
     for call in (*calls.values(), *calls.values()):
         call()
-    for number in range(rounds):
-        for name, call in list(calls.items())[:: -1 if number % 2 else 1]:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before()
-            start.record()
-            call()
-            end.record()
-            spans[name].append((start, end))
+    for name, call in in_turn(calls, rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before()
+        start.record()
+        call()
+        end.record()
+        spans[name].append((start, end))
     torch.cuda.synchronize()
     times = {name: sorted(s.elapsed_time(e) for s, e in pairs) for name, pairs in spans.items()}
     return {name: ms[rounds // 2] * 1e3 for name, ms in times.items()}
