@@ -20,7 +20,7 @@ from distmega.launch.launchers import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE = ("generate", "tiny-llama", "The capital", "--tp", "2", "--max-new-tokens", "20")
-LOOK_S = 0.25
+LOOK_S = 0.1
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
