@@ -583,23 +583,19 @@ class CompiledProgram:
         """ProgramError for states of which an update would change other states, weights, or more of
         themselves.
         """
-        kept = {name for name in tensors if self._given[name].role in ("state", "weight")}
+        kept = [name for name in tensors if self._given[name].role in ("state", "weight")]
         ends = {"state": (0, ""), "weight": (0, "")}  # how far those before reach, and which does
         for name in sorted(kept, key=lambda n: tensors[n].data_ptr()):
             x, role = tensors[name], self._given[name].role
             if not x.numel():
                 continue
             is_state = role == "state"
+            repeats = any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True))
             stop, last = max(ends.values()) if is_state else ends["state"]
-            if is_state and any(n > 1 and not s for n, s in zip(x.shape, x.stride(), strict=True)):
-                stop, last = x.data_ptr() + 1, name
+            if is_state and repeats:
+                raise _shared_memory(name, name)
             if x.data_ptr() < stop:
-                state, other = (name, last) if is_state else (last, name)
-                raise ProgramError(
-                    f"state {state!r} in memory that it shares with {other!r}",
-                    expected="memory of its own for every state",
-                    remedy="give each a tensor of its own",
-                )
+                raise _shared_memory(*((name, last) if is_state else (last, name)))
             num_bytes = x.nbytes if x.is_contiguous() else x.element_size()
             ends[role] = max(ends[role], (x.data_ptr() + num_bytes, name))
 
@@ -636,6 +632,14 @@ class CompiledProgram:
             expected="a part that can be a view of the whole tensor",
             remedy="leave out copy=False",
         )
+
+
+def _shared_memory(state: str, other: str) -> ProgramError:
+    return ProgramError(
+        f"state {state!r} in memory that it shares with {other!r}",
+        expected="memory of its own for every state",
+        remedy="give each a tensor of its own",
+    )
 
 
 class _StateGuard:
