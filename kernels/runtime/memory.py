@@ -54,6 +54,16 @@ def spanning_view(layout: ArenaLayout, arena: Tensor, tensor: program.Tensor, fi
     return typed_view(arena, tensor.dtype, layout.offset(first), 0, tensor.shape, strides)
 
 
+def copy_ids(ids: Tensor, bound: int | None, *, out: Tensor) -> None:
+    """Ids into int32 `out`, both [n], in one launch, for a kernel that looks them up unseen: those
+    that aren't from 0 to bound - 1 become some that are. bound: None where none is known.
+    """
+    if bound is None:
+        out.copy_(ids)
+    else:
+        torch.remainder(ids, bound, out=out)
+
+
 def operand_view(arenas: Sequence[Tensor], operand: Operand) -> Tensor:
     """A tensor of a segment, views included, as a view of the arena it lies in; arenas in the order
     of Space.

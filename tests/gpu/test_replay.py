@@ -123,6 +123,37 @@ def test_ten_thousand_replays_with_changing_inputs():
     assert torch.equal(own["total"], torch.full((3, 64), float(expected), device=DEVICE))
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_ids_without_a_row_read_and_write_nothing_else(rows: int):
+    """A table and caches that are read and written by one kernel, far outside of which ids lie."""
+    p = ProgramBuilder("looks")
+    table, at = p.weight("table", (96, 128), "bf16"), p.input("at", (rows,), "i64")
+    x = p.rms_norm(p.embedding(p.input("ids", (rows,), "i64"), table), p.weight("n", (128,)), 1e-5)
+    shape = (2, 128, 64) if rows == 1 else (rows, 2, 128, 64)
+    caches = [p.state(name, shape, "bf16") for name in "kv"]
+    qkv = p.linear(x, p.weight("qkv", (384, 128), "bf16"))
+    q, k, v = (p.slice(qkv, 1, 128 * n, 128 * (n + 1), view=True) for n in range(3))
+    for cache, new in zip(caches, (k, v), strict=True):
+        p.kv_append(cache, p.reshape(new, (rows, 2, 64), view=True), at)
+    q = p.reshape(q, (rows, 2, 1, 64), view=True)
+    mixed = p.reshape(p.attention(q, *caches, at, 0.125), (rows, 128), view=True)
+    step = compiled(p.build(p.linear(mixed, p.weight("o", (128, 128), "bf16"))), megakernel=True)
+    values = random_values(step, 0)
+    found = []
+    for ids, places in (([2**40 + 5] * rows, [2**35 + 3] * rows), ([-(10**9)] * rows, [-1] * rows)):
+        values |= {
+            "ids": torch.tensor(ids, device=DEVICE),
+            "at": torch.tensor(places, device=DEVICE),
+        }
+        (y,) = step(values).values()
+        step.wait()
+        found.append(bool(torch.isfinite(y).all()))
+    for cache in "kv":
+        changed = values[cache] != random_values(step, 0)[cache]
+        found.append(int(changed.any(-1).sum()) <= 2 * 2 * rows)
+    assert all(found), found
+
+
 def test_two_programs_and_an_engine_take_turns():
     """On streams of their own, with memory that the programs share."""
     programs = [MODELS[name]().program for name in ("states", "many rows")]

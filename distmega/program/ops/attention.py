@@ -308,16 +308,13 @@ def rope_values(x: Any, positions: Any, table: Any) -> Any:
 
 def append_values(cache: Any, x: Any, positions: Any, sequences: Any = None) -> Any:
     """Writes x [m, h, d] into cache [h, t, d], or row m into cache[sequences[m]] of [s, h, t, d],
-    into cache[m] without `sequences`, at t = positions[m], in place; gives the cache. torch raises
-    IndexError for places outside, on CPUs for negative ones too, which else count from the end.
+    into cache[m] without `sequences`, at t = positions[m], in place; gives the cache. RequestError
+    for places outside of it that are on a CPU.
     """
+    require_ids(positions, cache.shape[-2])
     if cache.dim() == 4:
         rows = whole_numbers(positions, len(x)) if sequences is None else sequences
-        if cache.is_cpu:
-            rows, positions = (
-                at.masked_fill(at < 0, extent)
-                for at, extent in ((rows, cache.shape[0]), (positions, cache.shape[2]))
-            )
+        require_ids(rows, cache.shape[0])
         cache[rows, :, positions] = x.to(cache.dtype)
         return cache
     return cache.index_copy_(1, positions.long(), x.transpose(0, 1).to(cache.dtype))

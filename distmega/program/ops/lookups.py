@@ -2,11 +2,11 @@
 
 As compute.py: names and tensors in, the Op and the tensors it writes out.
 
-Ids of embedding and gather, positions of rope and sequences of packed attention are from 0 to one
-less than the rows or elements there are; none counts from the end. Those on a CPU are checked:
-RequestError for another, before a CompiledProgram runs if it is given them, else when the op runs.
-Nobody looks at those on a GPU, where what another looks up means nothing: library ops end in
-torch's assertion, kernels give zeros or whatever lies there.
+Ids of embedding and gather, positions of rope and kv_append and sequences of kv_append and packed
+attention are from 0 to one less than the rows or elements there are; none counts from the end.
+Those on a CPU are checked: RequestError for another, before a CompiledProgram runs if it is given
+them, else when the op runs. Nobody looks at those on a GPU, where what another looks up means
+nothing: library ops end in torch's assertion, kernels give zeros or another row of the table.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,8 +34,14 @@ from distmega.program.ops.parts import (
 )
 from distmega.program.types import Axis, Op, Program, Tensor
 
-_IDS = {"embedding": (0, "v"), "gather": (1, "v"), "rope": (2, "t"), "attention": (4, "s")}
-"""Which operand holds them, if there is one, and the axis of what they look up."""
+_IDS = {
+    "embedding": {"v": 0},
+    "gather": {"v": 1},
+    "rope": {"t": 2},
+    "attention": {"s": 4},
+    "kv_append": {"t": 1, "s": 2},
+}
+"""By the axis of what they look up, if there is one: the operand that holds them."""
 
 
 def embedding(name: str, ids: Tensor, table: Tensor) -> Built:
@@ -114,10 +120,13 @@ def bounded_inputs(program: Program) -> dict[str, int]:
     source = {tensor.name: tensor.name for tensor in program.with_role("input")}
     made = {tensor.name for tensor in program.tensors if tensor.role in ("input", "weight")}
     for op in program.ops:
-        operand, axis = _IDS.get(op.kind, (0, ""))
-        name = source.get(op.reads[operand].tensor) if axis in op.extents else None
-        if name:
-            bounds[name] = min(op.extents[axis], bounds.get(name, op.extents[axis]))
+        for axis, operand in _IDS.get(op.kind, {}).items():
+            name = source.get(op.reads[operand].tensor) if axis in op.extents else None
+            if name:
+                extent = op.extents[axis]
+                if op.get("base_axis", ""):
+                    extent = int(str(op.attr("extent")))  # of all ranks
+                bounds[name] = min(extent, bounds.get(name, extent))
         written = [access.tensor for access in op.writes]
         if not made.isdisjoint(written):
             source.clear()

@@ -48,10 +48,11 @@ from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE, WORDS
 from distmega.kernels.hopper.timeline import batch_spans
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
-from distmega.kernels.runtime.memory import arena_views
+from distmega.kernels.runtime.memory import arena_views, copy_ids
 from distmega.kernels.runtime.relaunch import Launcher
 from distmega.kernels.runtime.stepping import NO_SAMPLE_INPUTS
 from distmega.kernels.runtime.symmetric import Team
+from distmega.program.ops.lookups import bounded_inputs
 from distmega.program.types import Program
 from distmega.trace_file import Span
 
@@ -83,6 +84,7 @@ class BatchRunner:
         device = weights_arena.device
         team_rank = team.team_rank if team else 0
         self.segment, self.queues = segment, queues
+        self._bounds = bounded_inputs(segment)
         self._words = _encode(queues).to(device)
         views = arena_views(weights, weights_arena)
         unused = torch.zeros(16, device=device)
@@ -149,11 +151,12 @@ class BatchRunner:
         queues = self.queues
         self._num_sequences = queues.batch
         if queues.ids:
-            self._set_ids(tensors[queues.ids])
+            self._set_ids(tensors[queues.ids], self._bounds.get(queues.ids))
         else:
             self._embed = tensors[queues.embed]
         if queues.positions:
-            self._set_positions(tensors[queues.positions])
+            bound = self._bounds.get(queues.positions)
+            self._set_positions(tensors[queues.positions], bound)
         self._set_given(tensors)
         self._set_sampling(tensors)
         self._run(1, stamps)
@@ -245,11 +248,13 @@ class BatchRunner:
             team_rank = self._team.team_rank if self._team else 0
             raise explain_batch_hang(self.queues, report, self._alarm.limit_s, team_rank)
 
-    def _set_ids(self, ids: Tensor) -> None:
-        """Puts the ids where the kernel looks for those of the step before."""
+    def _set_ids(self, ids: Tensor, bound: int | None = None) -> None:
+        """Puts the ids, below `bound`, where the kernel looks for those of the step before."""
         self._bests.copy_(self._bests_given)
-        first_id = 0 if self.queues.gathers else self.queues.first_id
-        torch.sub(ids, first_id, out=self._best_rows[: len(ids), 0])
+        out = self._best_rows[: len(ids), 0]
+        copy_ids(ids, bound, out=out)
+        if not self.queues.gathers and self.queues.first_id:
+            out -= self.queues.first_id
 
     def _set_given(self, tensors: Mapping[str, Tensor]) -> None:
         """Writes the numbers that the kernel finds where others leave theirs."""
@@ -265,9 +270,9 @@ class BatchRunner:
             else:
                 numbers.copy_(value)
 
-    def _set_positions(self, positions: Tensor) -> None:
+    def _set_positions(self, positions: Tensor, bound: int | None = None) -> None:
         first = STATE_POSITIONS
-        self._state[first : first + len(positions)].copy_(positions)
+        copy_ids(positions, bound, out=self._state[first : first + len(positions)])
 
     def prepare(self) -> None:
         """See SteppingRunner."""

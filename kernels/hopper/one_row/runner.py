@@ -48,11 +48,12 @@ from distmega.kernels.hopper.ptx.shapes import THREADS, TILE_SHARED, WEIGHT_SHAR
 from distmega.kernels.hopper.timeline import timeline_spans
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
-from distmega.kernels.runtime.memory import arena_views
+from distmega.kernels.runtime.memory import arena_views, copy_ids
 from distmega.kernels.runtime.relaunch import Launcher
 from distmega.kernels.runtime.stepping import NO_SAMPLE_INPUTS
 from distmega.kernels.runtime.symmetric import SymmetricMemory, Team
 from distmega.kernels.tasks.fuse import FusedSample
+from distmega.program.ops.lookups import bounded_inputs
 from distmega.program.types import Program
 from distmega.trace_file import Span
 
@@ -110,6 +111,7 @@ class RowRunner:
         """
         device = weights_arena.device
         self.segment, self.queues = segment, queues
+        self._bounds = bounded_inputs(segment)
         self._encoded = encoded = encode_queues(queues)
         self._words = torch.from_numpy(encoded.words).to(device)
         self._counts = torch.from_numpy(encoded.lengths).to(device)
@@ -155,13 +157,13 @@ class RowRunner:
     def _launch(self, tensors: Mapping[str, Tensor], stamps: Tensor | None) -> None:
         queues = self.queues
         if queues.ids:
-            self._state[STATE_ID].copy_(tensors[queues.ids][0])
+            self._set_number(STATE_ID, tensors, queues.ids)
         else:  # the input is the only row of an embedding
             self._embed = tensors[queues.embed]
             if queues.chosen:
                 self._state[STATE_ID].zero_()  # not `= 0`, which copies from the host
         if queues.positions:
-            self._state[STATE_POSITION].copy_(tensors[queues.positions][0])
+            self._set_number(STATE_POSITION, tensors, queues.positions)
         self._first = CONTINUED
         self._set_sampling(tensors)
         self._run(1, stamps)
@@ -172,6 +174,10 @@ class RowRunner:
             tensors[queues.chosen].copy_(self._ids[:1])
         if queues.logits in self.segment.outputs:
             self._write_logits(tensors[queues.logits])
+
+    def _set_number(self, at: int, tensors: Mapping[str, Tensor], name: str) -> None:
+        """Word `at` of the state is the one element of an input."""
+        copy_ids(tensors[name][:1], self._bounds.get(name), out=self._state[at : at + 1])
 
     def _write_logits(self, out: Tensor) -> None:
         """[1, num_logits] of all ranks."""

@@ -305,8 +305,9 @@ def test_kv_append_writes_in_place():
     assert run_op(op, {"c": cache, "x": x, "p": at}, {})["c"] is cache
     torch.testing.assert_close(cache[:, [4, 1]], x.transpose(0, 1))
     assert cache[:, [0, 2, 3, 5]].count_nonzero() == 0
-    with pytest.raises(IndexError):
-        run_op(op, {"c": cache, "x": x, "p": torch.tensor([6, 0])}, {})
+    for wrong in (6, -1):
+        with pytest.raises(RequestError, match=f"an id of {wrong} in a table of 6 rows"):
+            run_op(op, {"c": cache, "x": x, "p": torch.tensor([wrong, 0])}, {})
 
 
 def with_attrs(op: Op, **attrs: int | str) -> Op:
