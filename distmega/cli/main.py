@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -33,9 +33,11 @@ from distmega.cli.loading_bar import show_loading
 from distmega.cli.streams import (
     STDIN,
     drop_output,
+    open_console,
     open_streams,
     read_text,
     say,
+    split_lines,
     wrap_text,
     write_text,
 )
@@ -242,10 +244,10 @@ def _run_reported(arguments: Sequence[str] | None) -> int:
     try:
         open_streams()
         if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
-            Console().print(f"distmega {__version__}", markup=False, highlight=False)
+            open_console().print(f"distmega {__version__}", markup=False)
             return 0
         command = tyro.cli(Command, prog="distmega", args=arguments, description=DESCRIPTION)
-        run_command(command, Console(soft_wrap=True, highlight=False))
+        run_command(command, open_console())
         sys.stdout.flush()
     except BrokenPipeError:
         drop_output()  # nobody reads on
@@ -291,10 +293,12 @@ def _ending_in_order() -> Iterator[None]:
 
 def _report(error: DistmegaError) -> None:
     if should_report():
-        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console = open_console(stderr=True)
         text = f"distmega: error: {error.with_flags(FLAGS)}"
         width = console.width if console.is_terminal else 0  # one line for programs that read it
-        console.print(wrap_text(text, width), markup=False)
+        with suppress(OSError):  # nobody can be told; the exit code still says it
+            console.file.write(wrap_text(text, width) + "\n")
+            console.file.flush()
 
 
 def run_command(command: Command, console: Console) -> None:
@@ -318,7 +322,7 @@ def _generate(command: Generate, console: Console) -> None:
     options, tp = _launcher_options(command.ranks)
     prompts = command.prompts
     if command.prompts_file:
-        prompts += tuple(filter(str.strip, _read_text(command.prompts_file).splitlines()))
+        prompts += tuple(filter(str.strip, split_lines(_read_text(command.prompts_file))))
     request = GenerateRequest(
         model=command.model,
         prompts=prompts,
@@ -495,7 +499,7 @@ def _superopt(command: Superopt, console: Console) -> None:
         seed=command.seed,
         full=command.full,
     )
-    run_superopt(request, console, Console(stderr=True, soft_wrap=True, highlight=False))
+    run_superopt(request, console, open_console(stderr=True))
 
 
 def _launcher_options(ranks: Ranks) -> tuple[LauncherOptions, int]:
@@ -522,7 +526,7 @@ def _run(target: str, request: object, options: LauncherOptions) -> Iterator[obj
     if not is_under_torchrun():  # whose ranks log for themselves
         level = read_settings().log.upper()
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = open_console(stderr=True)
     num = options.num_ranks
     values = (event.value for event in launch(target, request, options))
     first = f"starting {counted(num, 'rank')}"

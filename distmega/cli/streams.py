@@ -6,6 +6,7 @@ files. Used by main.py.
 """
 
 import os
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -22,6 +23,7 @@ MAX_TEXT_BYTES = 2**26
 """Of a file of prompts, or of text to score."""
 STDIN = Path("-")
 _SHOWN_CHARS = 200
+_LINE_END = re.compile(r"\r\n?|\n")
 
 
 def open_streams() -> None:
@@ -53,14 +55,21 @@ def open_streams() -> None:
         )
 
 
+def open_console(*, stderr: bool = False) -> Console:
+    """On standard output or error; it prints words as they are, `:x:` too, which rich makes a
+    picture of.
+    """
+    return Console(stderr=stderr, soft_wrap=True, highlight=False, emoji=False)
+
+
 def drop_output() -> None:
     """What is left to write must not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a file or of standard input; RequestError where it can't be read, or is
-    longer than MAX_TEXT_BYTES.
+    """The UTF-8 text of a file or of standard input, less a byte order mark; RequestError
+    where it can't be read, or is longer than MAX_TEXT_BYTES.
     """
     try:
         if path == STDIN:
@@ -70,7 +79,7 @@ def read_text(path: Path) -> str:
                 data = file.read(MAX_TEXT_BYTES + 1)
         if len(data) > MAX_TEXT_BYTES:
             raise ValueError(f"it has more than {MAX_TEXT_BYTES} bytes")
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         shown = str(path)
         shown = shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
@@ -79,6 +88,13 @@ def read_text(path: Path) -> str:
             expected="a UTF-8 text file",
             remedy="check the path and the encoding",
         ) from error
+
+
+def split_lines(text: str) -> list[str]:
+    """Lines as files end them. `str.splitlines` also ends them inside of a text, at form feeds and
+    Unicode's separators.
+    """
+    return _LINE_END.split(text)
 
 
 def write_text(path: Path, text: str) -> None:

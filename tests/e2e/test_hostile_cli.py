@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from distmega.cli.main import main
+from distmega.cli.streams import read_text, split_lines
 from distmega.env import read_settings
 from distmega.errors import RequestError
 
@@ -49,6 +50,23 @@ def test_closed_standard_input_and_error_change_nothing() -> None:
     done = run(*TINY, redirect="<&- 2>&-")
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"tokens after" in done.stdout
+
+
+def test_an_error_that_nobody_can_be_told_keeps_its_exit_code() -> None:
+    for redirect in ("2>/dev/full", "2>&-"):
+        assert run("explain", "nomodel", redirect=redirect).returncode == 2
+
+
+def test_prompts_of_a_file_end_where_its_lines_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeffone\ftwo\r\nthree\u2028four\n\nfive\rsix".encode())
+    text = read_text(path)
+    assert split_lines(text) == ["one\ftwo", "three\u2028four", "", "five", "six"]
+    assert main([*TINY[:2], "--prompts-file", str(path), *TINY[3:-1], "64"]) == 0
+    out = capsys.readouterr().out
+    assert sum("\u2500\u2500" in line for line in out.splitlines()) == 4
 
 
 def test_what_a_terminal_can_not_show_is_replaced() -> None:
@@ -126,6 +144,7 @@ def test_settings_are_bounded(text: str) -> None:
         (["explain", "tiny-llama", "--memory-limit-gb", "1e308"], "--memory-limit-gb 1e.308; exp"),
         (["explain", "tiny-llama", "--tp", "1000000"], "--tp 1000000; expected at most 1024"),
         (["explain", "tiny-llama", "--tp", "1024"], ".* can't divide .* use tp="),
+        (["explain", "a:x:b"], "no such model: 'a:x:b'"),
     ],
 )
 def test_odd_values_end_in_one_line(
