@@ -211,7 +211,9 @@ class Superopt:
     """
 
     program: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROGRAM")]
-    """A file with a printed program, or a case such as "lora k=4096 n=4096 rank=16 rows=1"."""
+    """A file with a printed program, - for standard input, or a case such as
+    "lora k=4096 n=4096 rank=16 rows=1".
+    """
     out: Out = Path("rules.json")
     """Rules file to write."""
     machine: Literal["h100", "h200"] = "h200"

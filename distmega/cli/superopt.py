@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from distmega.cli.streams import read_text
 from distmega.errors import RequestError, counted
 from distmega.program.text import parse_program
 from distmega.program.types import Program
@@ -44,10 +45,10 @@ def read_program(text: str) -> Program:
     if text.split(" ")[0] in FAMILIES:
         return read_case(text)
     try:
-        found = Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        found = read_text(Path(text))
+    except RequestError as error:
         raise RequestError(
-            f"program {text!r} can't be read ({error})",
+            f"{error.found}, and is no case",
             expected=f"a file with a printed program, or a case of {', '.join(FAMILIES)}",
             remedy='such as "lora k=4096 n=4096 rank=16 rows=1"',
         ) from error

@@ -145,6 +145,8 @@ def test_settings_are_bounded(text: str) -> None:
         (["explain", "tiny-llama", "--tp", "1000000"], "--tp 1000000; expected at most 1024"),
         (["explain", "tiny-llama", "--tp", "1024"], ".* can't divide .* use tp="),
         (["explain", "a:x:b"], "no such model: 'a:x:b'"),
+        (["superopt", "/dev/zero"], "text file '/dev/zero' can't be read"),
+        (["superopt", "lora k=8 n=8 rank=2 rows=1", "--budget", "9" * 400], "search limit budget"),
     ],
 )
 def test_odd_values_end_in_one_line(

@@ -41,6 +41,8 @@ MODEL_ERROR = 1.1
 
 LEAST = {"slack": 0, "loops": 2, "splits": 2, "budget_s": 0}
 """Limits of a search that may be 0, or must be more than 1."""
+MAX_LIMIT = 2**31 - 1
+"""Of any limit of a search: seconds above it are more than some clocks take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +69,11 @@ class SearchLimits:
             found = getattr(self, name)
             least = LEAST.get(name, 1)
             numbers = found if isinstance(found, tuple) else (found,)
-            if any(type(number) is not int or number < least for number in numbers):
+            fits = (type(number) is int and least <= number <= MAX_LIMIT for number in numbers)
+            if not all(fits):
                 raise RequestError(
-                    f"search limit {name}={found!r}",
-                    expected=f"whole numbers of at least {least}",
+                    f"search limit {name}={found!r:.80}",
+                    expected=f"whole numbers of at least {least}, at most {MAX_LIMIT}",
                     remedy="leave it out for the usual limit",
                 )
 
