@@ -83,7 +83,7 @@ def check_model(
     require_gpus(launcher, mesh.num_ranks)
     location = locate_model(model)
     config = config_at(location)
-    require_positions(config, options, 1, max_new_tokens, "at least ")
+    require_positions(config, options, max_new_tokens)
     check_files(location, config)
     num_stages = num_stages_of(mesh)
     num_bytes = 0

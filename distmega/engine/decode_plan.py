@@ -71,18 +71,19 @@ def context_limit(config: AnyDecoder, options: EngineOptions) -> int:
 
 
 def require_positions(
-    config: AnyDecoder, options: EngineOptions, num_tokens: int, num_new: int, least: str = ""
+    config: AnyDecoder, options: EngineOptions, num_new: int, num_tokens: int | None = None
 ) -> None:
-    """RequestError where a prompt and new tokens do not fit the KV cache. least: in front of
-    num_tokens, "at least " where the prompt's tokens are not counted yet.
+    """RequestError where a prompt and new tokens do not fit the KV cache. num_tokens: of the
+    prompt; None where they are not counted yet: it has one at least.
     """
     limit = context_limit(config, options)
-    if num_tokens + num_new <= limit:
+    if (1 if num_tokens is None else num_tokens) + num_new <= limit:
         return
+    prompt = "at least 1 token" if num_tokens is None else counted(num_tokens, "token")
     fewer, more = f"lower {argument('max_new_tokens')}", f"raise {argument('max_context')}"
     wider = f", {fewer} or {more} (the model allows {config.max_positions})"
     raise RequestError(
-        f"a prompt of {least}{counted(num_tokens, 'token')} and {num_new} new ones",
+        f"a prompt of {prompt} and {num_new} new ones",
         expected=f"at most {counted(limit, 'position')} together",
         remedy="shorten the prompt"
         + (f" or {fewer}; the model allows no more" if limit == config.max_positions else wider),

@@ -297,5 +297,5 @@ def encode_prompt(
         ids = tokenizer.encode(text, add_special_tokens=False)
     else:
         ids = tokenizer.encode(prompt)
-    require_positions(source.config, request.options, len(ids), request.max_new_tokens)
+    require_positions(source.config, request.options, request.max_new_tokens, len(ids))
     return ids
