@@ -32,6 +32,25 @@ def test_values_come_in_order_and_the_result_last():
     assert wait_until(lambda: all(is_gone(seen.pid) for seen in result.value))
 
 
+def test_an_actor_that_ray_drops_before_it_ran_is_asked_for_once_more(monkeypatch, caplog):
+    import ray  # noqa: PLC0415  not where Ray is not installed
+
+    remote = ray.actor.ActorClass._remote  # what .options(...).remote() calls
+    made = []
+
+    def drop_first(self, *arguments, **keywords):
+        made.append(remote(self, *arguments, **keywords))
+        if len(made) == 1:
+            ray.kill(made[0])
+        return made[-1]
+
+    monkeypatch.setattr(ray.actor.ActorClass, "_remote", drop_first)
+    *_, result = start("sum_ranks", 1)
+    assert len(made) == 3
+    assert [seen.context.rank for seen in result.value] == [0, 1]
+    assert "Ray dropped the actor of rank 0 before it ran" in caplog.text
+
+
 def test_a_killed_actor_is_named_and_ends_the_others():
     events = start("kill_last", signal.SIGKILL)
     survivor = next(events).value
