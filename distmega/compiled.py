@@ -37,7 +37,15 @@ from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import HostProgram, LaunchMegakernel, LibraryOp, walk_nodes
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.ir.uses import storage_of, view_sources
-from distmega.hostir.library.torch_types import check_mapping, describe, empty_tensor, fits
+from distmega.hostir.library.torch_types import (
+    NO_MEMORY,
+    check_mapping,
+    empty_tensor,
+    fits,
+    is_plain,
+    misfit,
+    require_real_tensors,
+)
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.passes.passes import run_passes
@@ -262,8 +270,11 @@ class CompiledProgram:
         until all of them are bound again. ProgramError for a tensor that does not fit.
         """
         check_mapping(tensors)
+        require_real_tensors()
         for name, x in tensors.items():
             self._check_given(name, x)
+            if x.is_neg():
+                raise _negated(name)
         self._check_apart({**self._bound, **tensors})
         held = {name: self._hold(name, x) for name, x in tensors.items()}
         if self._captured is not None:
@@ -446,7 +457,7 @@ class CompiledProgram:
             self._bound[name].copy_(inputs[name].detach())
         updated = {self._bound[name].untyped_storage().data_ptr() for name in self._states}
         inputs = {
-            name: x.clone() if x.untyped_storage().data_ptr() in updated else x
+            name: x.clone() if x.untyped_storage().data_ptr() in updated else x.resolve_neg()
             for name, x in inputs.items()
         }
         self._guard.began = True
@@ -568,11 +579,7 @@ class CompiledProgram:
         """This rank's part of a tensor, as a call or `bind` is given it."""
         buffer = self._given.get(name) or self._refuse_name(name)
         if not fits(found, buffer):
-            raise ProgramError(
-                f"{describe(found)} for {buffer.role} {name!r}",
-                expected=f"{buffer.dtype}{list(buffer.shape)}",
-                remedy="pass every input, weight and state of this rank by name",
-            )
+            raise misfit(found, buffer)
         self._check_ids(name, found)
 
     def _check_ids(self, name: str, found: Tensor) -> None:
@@ -607,15 +614,12 @@ class CompiledProgram:
         )
 
     def _check_whole(self, name: str, whole: Tensor) -> None:
+        require_real_tensors()
         if name not in self._given:
             self._refuse_name(name)
         tensor = self._wholes[name]
         if not fits(whole, tensor):
-            raise ProgramError(
-                f"{describe(whole)} for {tensor.role} {name!r}",
-                expected=f"{tensor.dtype}{list(tensor.shape)}, the whole tensor",
-                remedy="correct its shape, or convert it",
-            )
+            raise misfit(whole, tensor, ", the whole tensor", "correct its shape, or convert it")
         self._check_ids(name, whole)
 
     def _check_view(self, name: str, found: Tensor, buffer: program.Tensor) -> None:
@@ -623,6 +627,8 @@ class CompiledProgram:
             problem = f"is on {found.device}, not on {self.device}"
         elif found.shape != buffer.shape:
             problem = f"is {list(found.shape)}, and has zeros behind it up to {list(buffer.shape)}"
+        elif found.is_neg():
+            problem = "lies there as its negative"
         elif not found.is_contiguous():
             problem = f"isn't contiguous in the whole: strides {list(found.stride())}"
         else:
@@ -632,6 +638,14 @@ class CompiledProgram:
             expected="a part that can be a view of the whole tensor",
             remedy="leave out copy=False",
         )
+
+
+def _negated(name: str) -> ProgramError:
+    return ProgramError(
+        f"{name!r} in memory that has its negative",
+        expected="memory of its values, which is read as it is",
+        remedy="give x.resolve_neg()",
+    )
 
 
 def _shared_memory(state: str, other: str) -> ProgramError:
@@ -668,6 +682,8 @@ class _StateGuard:
         if self._has_states and broken:
             what = error.found if isinstance(error, DistmegaError) else str(error)
             self.fault = f"{type(error).__name__}: {what}"
+        if error is not None:
+            require_real_tensors()  # tells more than what torch says of fake ones
 
 
 def _kept_kernel(
@@ -721,25 +737,28 @@ class _Binding:
     `x.data = y` or `x.t_()`, and a graph goes on to read where it was.
     """
 
-    __slots__ = ("_address", "_alias", "_device", "_dtype", "_shape", "_strides")
+    __slots__ = ("_address", "_alias", "_class", "_dtype", "_shape", "_strides")
 
     def __init__(self, x: Tensor) -> None:
         self._alias = x.detach()
         """Keeps the memory from others."""
+        self._class = type(x)
         self._shape, self._strides, self._dtype = x.shape, x.stride(), x.dtype
-        self._address, self._device = x.data_ptr(), x.device
+        self._address = x.data_ptr()
 
     def has(self, x: object) -> bool:
         """Whether something given is a tensor of the same memory."""
-        return (
-            isinstance(x, Tensor)
-            and x.layout is torch.strided
-            and x.data_ptr() == self._address
-            and x.shape == self._shape
-            and x.stride() == self._strides
-            and x.dtype is self._dtype
-            and x.device == self._device
-        )
+        try:
+            return (
+                (type(x) is self._class or is_plain(x))  # the first is quick
+                and x.data_ptr() == self._address
+                and x.shape == self._shape
+                and x.stride() == self._strides
+                and x.dtype is self._dtype
+                and not x.is_neg()
+            )
+        except NO_MEMORY:
+            return False
 
 
 def _unbound(name: str) -> ProgramError:

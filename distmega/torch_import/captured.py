@@ -19,7 +19,14 @@ from distmega.engine.ranks.context import RankContext
 from distmega.errors import CaptureError, ProgramError, RequestError, counted
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
 from distmega.hostir.library.opaque_graph import open_graph
-from distmega.hostir.library.torch_types import hold, unhold
+from distmega.hostir.library.torch_types import (
+    NO_MEMORY,
+    describe,
+    hold,
+    is_dense,
+    require_real_tensors,
+    unhold,
+)
 from distmega.kernels.machines import CPU, H200
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -304,6 +311,7 @@ def capture(
             expected="a tuple of the module's arguments",
             remedy="write capture(module, (x,))",
         )
+    require_real_tensors()
     try:
         exported = export_module(module, args, kwargs or {})
     except CaptureError:
@@ -350,8 +358,8 @@ def _require_inputs_apart(
     """
     given = tuple(args), dict(kwargs)
     flat = pytree.tree_leaves(given)
-    tensors = (x for x in flat if isinstance(x, Tensor) and not x.is_nested)
-    if not overlap(x for x in tensors if x.layout is torch.strided):
+    tensors = (x for x in flat if isinstance(x, Tensor))
+    if not overlap(x for x in tensors if x.is_meta or is_dense(x)):
         return
     own = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
     try:
@@ -404,10 +412,23 @@ def _torch_type(name: str) -> torch.dtype:
 
 
 def _signature(flat: Iterable[object]) -> Signature:
-    """Shapes and types of the tensors among flat inputs; what else there is, as it prints."""
+    """Shapes and types of the tensors among flat inputs; what else there is, as it prints.
+    CaptureError for a tensor without a shape.
+    """
     return tuple(
-        (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (type(x), repr(x)) for x in flat
+        (_shape(x), x.dtype) if isinstance(x, Tensor) else (type(x), repr(x)) for x in flat
     )
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    try:
+        return tuple(x.shape)
+    except NO_MEMORY as error:  # of nested ones, and parameters of lazy modules
+        raise CaptureError(
+            f"{describe(x)} without a shape as an input",
+            expected="dense tensors",
+            remedy="pad what is nested, and call lazy modules once before",
+        ) from error
 
 
 def _described(values: Sequence[object]) -> str:

@@ -6,6 +6,7 @@ tensors.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TypeGuard
 
 import torch
@@ -37,6 +38,7 @@ HOLDERS: dict[torch.dtype, torch.dtype] = {
 two behind the others.
 """
 
+_LEFT_TO_TORCH = Tensor.__torch_dispatch__
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -56,16 +58,68 @@ def empty_tensor(buffer: program.Tensor, device: torch.device) -> Tensor:
     return torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device=device)
 
 
+NO_MEMORY = RuntimeError, ValueError
+"""What torch raises for the address or the shape of a tensor that has none: one that is sparse,
+nested, of a lazy module, or inside of torch.func.
+"""
+
+
 def fits(found: object, wanted: program.Tensor) -> TypeGuard[Tensor]:
-    """Whether something given is a tensor of the shape and type asked for, and has values at all: a
-    meta tensor has none, and a sparse one no strides.
+    """Whether something given is a tensor of the shape and type asked for whose values lie in
+    memory, by strides.
     """
-    return (
-        isinstance(found, Tensor)
-        and found.shape == wanted.shape
-        and found.dtype is TORCH_DTYPES[wanted.dtype]
-        and found.layout is torch.strided
-        and not found.is_meta
+    try:
+        return (
+            (type(found) is Tensor or is_plain(found))  # the first is quick
+            and found.shape == wanted.shape
+            and found.dtype is TORCH_DTYPES[wanted.dtype]
+            and (found.data_ptr() != 0 or (found.numel() == 0 and not found.is_meta))
+        )
+    except NO_MEMORY:
+        return False
+
+
+def is_plain(given: object) -> TypeGuard[Tensor]:
+    """Whether something is a tensor that leaves operators to torch. One that does them itself, as
+    FakeTensor and DTensor do, may have its values elsewhere than where its address says.
+    """
+    return isinstance(given, Tensor) and type(given).__torch_dispatch__ is _LEFT_TO_TORCH
+
+
+def require_real_tensors() -> None:
+    """ProgramError where new tensors have no values, as under FakeTensorMode."""
+    made = torch.empty(0, device="cpu")
+    if not is_plain(made):
+        raise ProgramError(
+            f"a call where torch makes a {type(made).__name__} of each tensor",
+            expected="tensors that hold values",
+            remedy="call the program outside of FakeTensorMode, torch.export and the like",
+        )
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor's values lie in memory, by strides."""
+    return not _lack(x)
+
+
+def misfit(
+    found: object,
+    wanted: program.Tensor,
+    expected: str = "",
+    remedy: str = "pass every input, weight and state of this rank by name",
+) -> ProgramError:
+    """What to raise for something that doesn't fit. expected: beside its type and shape; remedy:
+    unless it is a tensor whose values don't lie in memory.
+    """
+    if isinstance(found, Tensor) and not is_dense(found):
+        remedy = (
+            "give a dense tensor that holds values, outside of torch.func, torch.vmap and "
+            "FakeTensorMode"
+        )
+    return ProgramError(
+        f"{describe(found)} for {wanted.role} {wanted.name!r}",
+        expected=f"{wanted.dtype}{list(wanted.shape)}{expected}",
+        remedy=remedy,
     )
 
 
@@ -73,10 +127,26 @@ def describe(given: object) -> str:
     """What was given in place of a tensor, for a message."""
     if not isinstance(given, Tensor):
         return f"{type(given).__name__}, no tensor"
-    kind = "meta " if given.is_meta else ""
-    if given.layout is not torch.strided:
-        kind += f"{given.layout} "
-    return f"{kind}{dtype_name(given.dtype)}{list(given.shape)}"
+    shape = ""
+    with suppress(*NO_MEMORY):
+        shape = str([*given.shape])
+    return f"{_lack(given)}{dtype_name(given.dtype)}{shape}"
+
+
+def _lack(x: Tensor) -> str:
+    """Why a tensor's values don't lie in memory, as a word before its type; empty where they do."""
+    if not is_plain(x):
+        return f"{type(x).__name__} "
+    if x.is_meta:
+        return "meta "
+    if x.layout is not torch.strided:
+        return f"{x.layout} "
+    if x.is_nested:
+        return "nested "
+    try:
+        return "" if x.data_ptr() or not x.numel() else "memoryless "
+    except NO_MEMORY:
+        return "memoryless "
 
 
 def check_mapping(tensors: object) -> None:

@@ -45,7 +45,7 @@ from distmega.hostir.ir.text import print_node
 from distmega.hostir.ir.uses import named_buffers, node_writes, shown, storage_of, view_sources
 from distmega.hostir.library.matmuls import Matmuls, SequentialMatmuls, compile_matmul
 from distmega.hostir.library.ops import DeviceOps, TorchOps, op_operands
-from distmega.hostir.library.torch_types import check_mapping, describe, empty_tensor, fits
+from distmega.hostir.library.torch_types import check_mapping, empty_tensor, fits, misfit
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.run.graph_breaks import graph_breaks
 from distmega.hostir.run.streams import CudaStreams
@@ -211,12 +211,7 @@ def _fitting(buffer: program.Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     found = tensors.get(buffer.name)
     if fits(found, buffer):
         return found
-    what = describe(found) if buffer.name in tensors else "no tensor"
-    raise ProgramError(
-        f"{what} for {buffer.role} {buffer.name!r}",
-        expected=f"{buffer.dtype}{list(buffer.shape)}",
-        remedy="pass every input, weight and state of this rank by name",
-    )
+    raise misfit(found, buffer)
 
 
 class _Compiler:
