@@ -90,10 +90,10 @@ def check_model(
     for stage in range(num_stages):
         staged = plan_decode(config, mesh, CPU, options, index=stage)
         num_bytes += staged.plan.memory.total_bytes * (mesh.num_ranks // num_stages)
-    on_cores = choose_launcher(launcher.launcher) == "local"
+    starter = choose_launcher(launcher.launcher)
     if (
-        on_cores
-        and choose_device(launcher.device) == "cpu"
+        starter == "local"
+        and choose_device(launcher.device, starter) == "cpu"
         and num_bytes > (most := memory_bytes())
     ):
         raise RequestError(

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -66,7 +68,7 @@ def launch(
         target=function_name(target),
         payload=_pickle_payload(payload),
         num_ranks=options.num_ranks,
-        device=choose_device(options.device),
+        device=choose_device(options.device, launcher),
         timeout_s=timeout_s,
         start_timeout_s=options.start_timeout_s,
         ray=options.ray,
@@ -106,10 +108,14 @@ def choose_num_ranks(launcher: str, requested: int) -> int:
     return num_ranks
 
 
-def choose_device(name: DeviceKind | Literal["auto"]) -> DeviceKind:
-    """The device meant by `name`; "auto" is cuda on a machine with an NVIDIA GPU, else cpu."""
+def choose_device(name: DeviceKind | Literal["auto"], launcher: str) -> DeviceKind:
+    """The device meant by `name`; "auto" is cuda on a machine with an NVIDIA GPU, else cpu.
+
+    A GPU that CUDA_VISIBLE_DEVICES hides does not count, but for Ray, which sets that variable for
+    its ranks by itself and leaves processes without a GPU none.
+    """
     if name == "auto":
-        return "cuda" if _num_gpu_files() else "cpu"
+        return "cuda" if _num_gpu_files(launcher) else "cpu"
     return name
 
 
@@ -117,10 +123,11 @@ def require_gpus(options: LauncherOptions, num_ranks: int) -> None:
     """LaunchError where ranks on GPUs of this machine are asked for, and it has too few. Ranks of
     Ray may be elsewhere, those of torchrun look for themselves.
     """
-    if choose_launcher(options.launcher) != "local" or choose_device(options.device) != "cuda":
+    launcher = choose_launcher(options.launcher)
+    if launcher != "local" or choose_device(options.device, launcher) != "cuda":
         return
     needed = 1 if read_settings().share_gpus else num_ranks
-    if _num_gpu_files() >= needed:  # so that torch need not be asked, which takes seconds
+    if _num_gpu_files(launcher) >= needed:  # so that torch need not be asked, which takes seconds
         return
     if (found := late.num_gpus()) < needed:
         raise LaunchError(
@@ -132,9 +139,23 @@ def require_gpus(options: LauncherOptions, num_ranks: int) -> None:
         )
 
 
-def _num_gpu_files() -> int:
-    """GPUs that have a file, as they do once the driver is in use; elsewhere they may have none."""
-    return len([*DEVICES.glob("nvidia[0-9]*")])
+def _num_gpu_files(launcher: str) -> int:
+    """GPUs that have a file, as they do once the driver is in use; elsewhere they may have none.
+    Not those that are hidden from ranks of `launcher`.
+    """
+    num = len([*DEVICES.glob("nvidia[0-9]*")])
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is None or launcher == "ray":
+        return num
+    return min(num, len([*takewhile(partial(_is_gpu, num=num), shown.split(","))]))
+
+
+def _is_gpu(name: str, num: int) -> bool:
+    """Whether CUDA takes a name in CUDA_VISIBLE_DEVICES for one of num GPUs; it reads no further
+    than the first that it does not take.
+    """
+    name = name.strip()
+    return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < num)
 
 
 def should_report() -> bool:

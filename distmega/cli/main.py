@@ -519,7 +519,9 @@ def _launcher_options(ranks: Ranks) -> tuple[LauncherOptions, int]:
         )
     tp = num_ranks // ranks.pp
     options = LauncherOptions(
-        launcher=launcher, device=choose_device(ranks.device), max_restarts=ranks.max_restarts
+        launcher=launcher,
+        device=choose_device(ranks.device, launcher),
+        max_restarts=ranks.max_restarts,
     )
     return reserve_ranks(options, tp, ranks.pp), tp
 

@@ -195,7 +195,7 @@ def test_memory_is_looked_at_before_anything_is_built(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     for device in ("cpu", "auto"):
-        monkeypatch.setattr("distmega.generation.choose_device", lambda name: "cpu")
+        monkeypatch.setattr("distmega.generation.choose_device", lambda *_: "cpu")
         assert main(["generate", str(path), "x", "--device", device]) == 2
         found = capsys.readouterr().err
         named = (

@@ -40,6 +40,7 @@ def test_bad_options_are_refused_at_once(options: dict[str, object], message: st
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """Gives this machine so many files of GPUs, and so many GPUs that torch finds."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def have(num_files: int, num_found: int) -> None:
         for number in range(num_files):
@@ -79,9 +80,27 @@ def test_ranks_may_start_where_gpus_may_be(
 
 def test_the_usual_device_is_a_gpu_where_one_has_a_file(gpus: Callable[..., None]):
     gpus(0, 0)
-    assert choose_device("auto") == "cpu"
+    assert choose_device("auto", "local") == "cpu"
     gpus(1, 1)
-    assert choose_device("auto") == "cuda"
+    assert choose_device("auto", "local") == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("shown", "num"),
+    [("", 0), ("-1", 0), ("none", 0), ("0", 1), (" 1 , 0", 2), ("0,-1,1", 1), ("0,2", 1),
+     ("GPU-8932f937,MIG-2", 2), ("0,1,0", 2)],
+)  # fmt: skip
+def test_gpus_that_are_hidden_do_not_count(
+    gpus: Callable[..., None], shown: str, num: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    gpus(2, num)
+    assert choose_device("auto", "local") == ("cuda" if num else "cpu")
+    assert choose_device("auto", "ray") == "cuda"
+    options = LauncherOptions(device="cuda", launcher="local")
+    launchers.require_gpus(options, num)
+    with pytest.raises(LaunchError, match=f"{num + 1} ranks?, and {num} GPU"):
+        launchers.require_gpus(options, num + 1)
 
 
 def test_a_payload_that_cannot_be_pickled_is_refused():

@@ -80,7 +80,8 @@ def test_a_batched_step_begins_with_one_op_a_thing_that_it_is_told(monkeypatch):
     ids, positions, chosen = torch.tensor([[5, 0, 7], [1, 2, 3], [0, 0, 0]])
     with Queued() as queued:
         runner.launch({"tokens": ids, "positions": positions, "next": chosen})
-    assert queued.names == ["copy_", "sub", "copy_", "copy_"], "bests, ids, positions; ids chosen"
+    steps = ["copy_", "remainder", "remainder", "copy_"]
+    assert queued.names == steps, "bests, ids, positions; ids chosen"
     assert runner._best_rows[:3, 0].tolist() == [5, 0, 7]
     assert runner._bests[:, 0].eq(0).all()
     assert runner._bests[:, 1:].eq(-math.inf).all()
