@@ -42,8 +42,8 @@ HEARTBEAT_LIMIT_S = 30.0
 """A rank that doesn't answer for this long is as good as dead, though its process may exist."""
 
 NEVER_RAN = "The actor never ran"
-"""How Ray says that it dropped an actor before starting it, as it does where its control process
-lost sight of ours for a moment.
+"""How Ray says that it gave up an actor before starting it. So it does with all where this process
+wants a token shown and the cluster, which shows none, asks it whether the actor is still wanted.
 """
 
 FINISH_S = 5.0
@@ -142,10 +142,13 @@ class RayTeam:
         try:
             self._start_ranks(self.group)
         except ray.exceptions.RayError as error:
+            remedy = "install distmega on every node; if it is only slow, raise start_timeout_s"
+            if NEVER_RAN in str(error) and os.environ.get("RAY_AUTH_MODE") == "token":
+                remedy = f"set RAY_AUTH_MODE=disabled if the cluster takes no tokens; {remedy}"
             raise LaunchError(
                 f"of {self.job.num_ranks} Ray actors, not all started: {_first_line(error)}",
                 expected=f"all of them to answer within {self.job.start_timeout_s:g} s",
-                remedy="install distmega on every node; if it is only slow, raise start_timeout_s",
+                remedy=remedy,
             ) from error
 
     def poll(self, timeout_s: float) -> Sequence[Report]:
@@ -193,19 +196,12 @@ class RayTeam:
     def _start_ranks(self, group: PlacementGroup) -> None:
         groups = {HEARTBEAT_GROUP: 1}
         actor_class = ray.remote(concurrency_groups=groups)(RankActor)  # type: ignore[call-overload]
-        options = [_actor_options(self.job, group, index) for index in range(self.job.num_ranks)]
-        self.actors = [actor_class.options(**each).remote() for each in options]
+        for index in range(self.job.num_ranks):
+            options = _actor_options(self.job, group, index)
+            self.actors.append(actor_class.options(**options).remote())
         timeout_s = self.job.start_timeout_s
         asked = [actor.take_seat.remote(index) for index, actor in enumerate(self.actors)]
-        deadline = time.monotonic() + timeout_s
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
-        for index, answer in enumerate(asked):
-            if answer in ready and _never_ran(answer):
-                logger.warning("Ray dropped the actor of rank %d before it ran; once more", index)
-                self.actors[index] = actor_class.options(**options[index]).remote()
-                asked[index] = self.actors[index].take_seat.remote(index)
-        left_s = max(0.0, deadline - time.monotonic())
-        seats = self.seats = sorted(ray.get(asked, timeout=left_s))
+        seats = self.seats = sorted(ray.get(asked, timeout=timeout_s))
         self.actors = [self.actors[seat.index] for seat in seats]
         is_one_node = len({seat.node for seat in seats}) == 1
         hosts = [LOOPBACK if is_one_node else seat.address for seat in seats]
@@ -313,15 +309,6 @@ def _try_get(answer: Any) -> str | None:
     except ray.exceptions.RayError:
         return None
     return where
-
-
-def _never_ran(answer: Any) -> bool:
-    """Whether Ray dropped the actor before it started; `answer` is what it was asked for, ready."""
-    try:
-        ray.get(answer)
-    except ray.exceptions.ActorDiedError as error:
-        return NEVER_RAN in str(error)
-    return False
 
 
 def _first_line(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """Launcher tests leave no child process and no shared memory behind; those of Ray share one Ray."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,6 +55,13 @@ def _nothing_left_behind() -> Iterator[None]:
     assert wait_until(lambda: shared_names() <= memory_before), "shared memory is left"
 
 
+@pytest.fixture(autouse=True)
+def _no_token_is_shown_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of Ray say so in the environment, where this machine's user has a token."""
+    mode = os.environ.get("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+
+
 @pytest.fixture
 def forked() -> Iterator[None]:
     """Ranks are forked where a test is of what they do, not of how they start."""
@@ -64,11 +72,13 @@ def forked() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """A Ray cluster of one node, to which a test may add nodes for its own time."""
-    ray = pytest.importorskip("ray", reason="ray is not installed (pip install 'distmega[ray]')")
-    from ray.cluster_utils import Cluster  # noqa: PLC0415  not where Ray is not installed
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # before Ray is imported, which reads it then
+        ray = pytest.importorskip(
+            "ray", reason="ray is not installed (pip install 'distmega[ray]')"
+        )
+        from ray.cluster_utils import Cluster  # noqa: PLC0415  not where Ray is not installed
+
         head = NODE | {"_system_config": QUICK_TO_NOTICE}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")

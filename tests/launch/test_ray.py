@@ -32,23 +32,22 @@ def test_values_come_in_order_and_the_result_last():
     assert wait_until(lambda: all(is_gone(seen.pid) for seen in result.value))
 
 
-def test_an_actor_that_ray_drops_before_it_ran_is_asked_for_once_more(monkeypatch, caplog):
+@pytest.mark.parametrize("mode", ["token", "disabled"])
+def test_an_actor_that_never_ran_may_be_of_a_cluster_without_tokens(monkeypatch, mode):
     import ray  # noqa: PLC0415  not where Ray is not installed
 
     remote = ray.actor.ActorClass._remote  # what .options(...).remote() calls
-    made = []
 
-    def drop_first(self, *arguments, **keywords):
-        made.append(remote(self, *arguments, **keywords))
-        if len(made) == 1:
-            ray.kill(made[0])
-        return made[-1]
+    def give_up(self, *arguments, **keywords):
+        actor = remote(self, *arguments, **keywords)
+        ray.kill(actor)
+        return actor
 
-    monkeypatch.setattr(ray.actor.ActorClass, "_remote", drop_first)
-    *_, result = start("sum_ranks", 1)
-    assert len(made) == 3
-    assert [seen.context.rank for seen in result.value] == [0, 1]
-    assert "Ray dropped the actor of rank 0 before it ran" in caplog.text
+    monkeypatch.setattr(ray.actor.ActorClass, "_remote", give_up)
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    with pytest.raises(LaunchError, match="2 Ray actors, not all started: The actor") as refusal:
+        list(start("sum_ranks", 1))
+    assert ("set RAY_AUTH_MODE=disabled if" in str(refusal.value)) == (mode == "token")
 
 
 def test_a_killed_actor_is_named_and_ends_the_others():
