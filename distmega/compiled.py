@@ -8,12 +8,14 @@ hostir/lower/lower.py, then hostir/run/cuda_graph.py.
 
 import hashlib
 import logging
+import os
 import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from distmega.engine.ranks.agreement import on_all_ranks, require_equal
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
 from distmega.engine.ranks.devices import find_device
+from distmega.engine.ranks.own_process import OwnProcess, require_process
 from distmega.errors import (
     DistmegaError,
     HangError,
@@ -32,7 +35,11 @@ from distmega.errors import (
     counted,
 )
 from distmega.hostir.check.check import prove_once
-from distmega.hostir.comm.communicator import Communicator, TeamCommunicator
+from distmega.hostir.comm.communicator import (
+    Communicator,
+    TeamCommunicator,
+    require_communicator,
+)
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import HostProgram, LaunchMegakernel, LibraryOp, walk_nodes
 from distmega.hostir.ir.text import print_host
@@ -106,13 +113,16 @@ class CompiledStats:
     reason: str
 
 
-class CompiledProgram:
+class CompiledProgram(OwnProcess):
     """A plan on one rank; all ranks of its mesh must make the same calls in the same order.
 
     The first call binds the weights and states that it is given, and captures the program as a CUDA
     graph where that can be done on all ranks; later calls replay it. host: what runs, as
-    hostir.print_host shows it; proven before it runs.
+    hostir.print_host shows it; proven before it runs. It is neither copied nor pickled, nor called
+    in a fork of its process: another process calls compile_plan with a plan, which can be pickled.
     """
+
+    how_to_remake = "pickle its plan, and call compile_plan in the other process"
 
     def __init__(
         self,
@@ -125,8 +135,9 @@ class CompiledProgram:
         megakernel: Megakernels = "auto",
         rules: Sequence[RewriteRule] | None = None,
     ) -> None:
-        """RequestError for a device that this machine hasn't; UnsupportedError, where a megakernel
-        is asked for, names what no kernel does.
+        """ProgramError for arguments of other types, MeshError for a communicator of another mesh,
+        RequestError for a device that this machine hasn't; UnsupportedError, where a megakernel is
+        asked for, names what no kernel does.
 
         Args:
             plan: What runs.
@@ -144,7 +155,9 @@ class CompiledProgram:
                 others that it does faster, or at all, else by kernels of the rules' own; by default
                 the shipped ones on GPUs, none on CPUs.
         """
-        _require_choices(megakernel, rules)
+        _require_plan(plan)
+        require_communicator(comm, plan.mesh)
+        _require_choices(megakernel, rules, replay=replay, warm=warm)
         self.plan, self.comm, self.device = plan, comm, find_device(device)
         if plan.mesh.num_ranks > 1 and isinstance(comm, TeamCommunicator):
             asked = f"{megakernel} {replay} {warm} {self.device.type}"
@@ -180,7 +193,7 @@ class CompiledProgram:
         self._captured: CapturedHost | None = None
         self._reason = "" if replay else NOT_ASKED_FOR
         self._decided, self._replay = False, replay
-        self._guard = _StateGuard(plan.program.name, bool(self._states))
+        self._guard = _Guard(plan.program.name, bool(self._states))
         self._num_compilations = self._num_rebound = 0
         what = f"calls of program {plan.program.name!r} on rank {comm.rank}"
         watched = on_gpu and plan.mesh.num_ranks > 1
@@ -204,8 +217,8 @@ class CompiledProgram:
         GPU. A state that is an output is the state itself.
 
         Raises ProgramError for a tensor that is missing or does not fit, and for states that are
-        void; RequestError for ids on a CPU that a table has no row for; RankFailure if a peer
-        fails.
+        void; RequestError for ids on a CPU that a table has no row for, and in a fork; RankFailure
+        if a peer fails.
         """
         check_mapping(tensors)
         with self._guard:
@@ -270,6 +283,7 @@ class CompiledProgram:
         until all of them are bound again. ProgramError for a tensor that does not fit.
         """
         check_mapping(tensors)
+        self._guard.require_process()
         require_real_tensors()
         for name, x in tensors.items():
             self._check_given(name, x)
@@ -614,6 +628,7 @@ class CompiledProgram:
         )
 
     def _check_whole(self, name: str, whole: Tensor) -> None:
+        self._guard.require_process()
         require_real_tensors()
         if name not in self._given:
             self._refuse_name(name)
@@ -656,21 +671,24 @@ def _shared_memory(state: str, other: str) -> ProgramError:
     )
 
 
-class _StateGuard:
-    """Around what runs a program: refuses it while its states are void, which a fault makes them,
-    and whatever ends a run that has begun, since some may be updated by then. began: whether the
-    call has; fault: what made them void, empty while they are good.
+class _Guard:
+    """Around what runs a program: refuses it in a fork of the process that compiled it, and while
+    its states are void, which a fault makes them, and whatever ends a run that has begun, since
+    some may be updated by then. began: whether the call has; fault: what made them void, empty
+    while they are good.
     """
 
-    __slots__ = ("_has_states", "_program", "began", "fault")
+    __slots__ = ("__weakref__", "_has_states", "_process", "_program", "began", "fault")
 
     def __init__(self, program: str, has_states: bool) -> None:
         self._program, self._has_states, self.fault = program, has_states, ""
-        self.began = False
+        self._process, self.began = os.getpid(), False
+        _guards.add(self)
 
     def __enter__(self) -> None:
         self.began = False
         if self.fault:
+            self.require_process()
             raise ProgramError(
                 f"states of program {self._program!r} that are void since {self.fault}",
                 expected="states bound again after a fault, on all ranks",
@@ -684,6 +702,22 @@ class _StateGuard:
             self.fault = f"{type(error).__name__}: {what}"
         if error is not None:
             require_real_tensors()  # tells more than what torch says of fake ones
+
+    def require_process(self) -> None:
+        """RequestError in a fork of the process that compiled the program."""
+        require_process(self._process, f"program {self._program!r}")
+
+
+_guards: "WeakSet[_Guard]" = WeakSet()
+
+
+def _refuse_forks() -> None:
+    """In a new process: so that calls need not ask in which one they are."""
+    for guard in _guards:
+        guard.fault = "a fork"
+
+
+os.register_at_fork(after_in_child=_refuse_forks)
 
 
 def _kept_kernel(
@@ -707,15 +741,31 @@ def _kept_kernel(
     return found
 
 
-def _require_choices(megakernel: object, rules: Sequence[object] | None) -> None:
+def _require_plan(plan: object) -> None:
+    if not isinstance(plan, Plan):
+        raise ProgramError(
+            f"{type(plan).__name__} in place of a plan",
+            expected="what plan_program gives",
+            remedy="plan the program on a mesh first",
+        )
+
+
+def _require_choices(
+    megakernel: object, rules: Sequence[object] | None, **switches: object
+) -> None:
     """ProgramError for arguments of other types than CompiledProgram takes."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ProgramError(
+                f"{name}={value!r:.80}", expected="True or False", remedy="give one of these"
+            )
     if not (isinstance(megakernel, bool) or megakernel == "auto"):
         raise ProgramError(
-            f"megakernel={megakernel!r}",
+            f"megakernel={megakernel!r:.80}",
             expected='True, False or "auto"',
             remedy="leave it out for a kernel where one can do the program",
         )
-    listed = rules is None or isinstance(rules, Sequence)
+    listed = rules is None or (isinstance(rules, Sequence) and not isinstance(rules, str))
     if not listed or not all(isinstance(rule, RewriteRule) for rule in rules or ()):
         raise ProgramError(
             f"rules {rules!r:.80}",
@@ -784,12 +834,7 @@ def compile_plan(
     All ranks call it, at the same point. MeshError where the job has other ranks, ProgramError for
     what is no plan and no context, RequestError for a GPU that this machine hasn't.
     """
-    if not isinstance(plan, Plan):
-        raise ProgramError(
-            f"{type(plan).__name__} in place of a plan",
-            expected="what plan_program gives",
-            remedy="plan the program on a mesh first",
-        )
+    _require_plan(plan)
     if not isinstance(context, RankContext):
         raise ProgramError(
             f"{type(context).__name__} in place of a RankContext",

@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from operator import index
 from typing import TypeVar
 
+from distmega.engine.ranks.own_process import require_process
 from distmega.errors import RequestError
 
 T = TypeVar("T")
@@ -31,13 +32,7 @@ class Calls:
         """Around a call, or a part of one that makes a whole. RequestError while another thread is
         in one, and in a process that was forked from the engine's.
         """
-        if os.getpid() != self._process:
-            raise RequestError(
-                f"a call in process {os.getpid()} of an engine of process {self._process}",
-                expected="calls in the process that opened it, since a fork has no threads, no "
-                "GPU and no connections of its own",
-                remedy='start processes with the method "spawn", and open an engine in each',
-            )
+        require_process(self._process, "an engine")
         if not self._lock.acquire(blocking=False):
             raise RequestError(
                 "a call while another thread's call of this engine runs",

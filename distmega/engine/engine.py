@@ -27,6 +27,7 @@ from distmega.engine.opening import Opener, allocate_arenas
 from distmega.engine.prefill import Prefills
 from distmega.engine.ranks.agreement import require_agreement, share_memory
 from distmega.engine.ranks.devices import find_device
+from distmega.engine.ranks.own_process import OwnProcess
 from distmega.engine.requests import EngineOptions
 from distmega.engine.soundness import explain_unsound, is_sound
 from distmega.engine.steps_ahead import decode_ahead, last_logits
@@ -44,7 +45,7 @@ from distmega.errors import (
     argument,
     counted,
 )
-from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.comm.communicator import Communicator, require_communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.lower.pipeline import FREE
 from distmega.kernels.cpu.peer import peer_memory_problem
@@ -71,13 +72,15 @@ from distmega.trace_file import Span
 logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(OwnProcess):
     """A model on one rank. All ranks of the mesh must make the same calls in the same order.
 
     With several ranks a HangError is the last thing that a call gives: a rank that gave up starts
     fewer launches than those that did not yet, and from then on they number their steps differently
     and would take each other's results for others. Later calls on it raise RequestError.
     """
+
+    how_to_remake = "call open_engine in the other process"
 
     def __init__(
         self,
@@ -96,7 +99,8 @@ class Engine:
         """Plans, compiles and loads weights.
 
         Raises PlanError where the mesh can't be used, LaunchError where ranks disagree,
-        RequestError for other `logits` and a device that this machine hasn't.
+        RequestError for other `logits` and a device that this machine hasn't, MeshError for no mesh
+        and a communicator of another, ProgramError for no communicator.
 
         Args:
             source: The model.
@@ -113,6 +117,8 @@ class Engine:
             progress: Called as weights are read.
             tell: Called with what is done next, in words.
         """
+        require_opened(source, options)
+        require_communicator(comm, mesh)
         _require_logits(logits)
         self.mesh, self.comm, self.device = mesh, comm, find_device(device)
         self.eos_ids = frozenset(source.config.eos_ids)
@@ -583,6 +589,22 @@ def _sampling_inputs(method: Method, batch: int, device: torch.device) -> dict[s
     )
     seeds = torch.zeros(batch, dtype=torch.int64, device="cpu")
     return {"sampling": settings.to(device), "seeds": seeds.to(device)}
+
+
+def require_opened(source: object, options: object) -> None:
+    """RequestError for a model by name, and for options of another type."""
+    if not isinstance(source, ModelSource):
+        raise RequestError(
+            f"{source!r:.80} in place of an open model",
+            expected="a ModelSource",
+            remedy="give what open_model returns",
+        )
+    if not isinstance(options, EngineOptions):
+        raise RequestError(
+            f"{argument('options')} {options!r:.80}",
+            expected="EngineOptions",
+            remedy="write EngineOptions(max_context=...)",
+        )
 
 
 def _require_logits(logits: str) -> None:

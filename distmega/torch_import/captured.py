@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from distmega.compiled import CompiledProgram
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
+from distmega.engine.ranks.own_process import OwnProcess
 from distmega.errors import CaptureError, ProgramError, RequestError, counted
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
 from distmega.hostir.library.opaque_graph import open_graph
@@ -112,12 +113,14 @@ class Captured:
         return CapturedModule(self, comm, mesh, device, annotations or {})
 
 
-class CapturedModule:
+class CapturedModule(OwnProcess):
     """A captured module on one rank. All ranks of the mesh make the same calls in the same order.
 
     Inputs and results are whole on every rank. States live here from call to call; the module's own
     buffers stay as they are.
     """
+
+    how_to_remake = "capture the module and compile it in the other process"
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmega.errors import LostPeerError, MeshError, RankFailure
+from distmega.errors import LostPeerError, MeshError, ProgramError, RankFailure
 from distmega.hostir.comm.collectives import Collectives, CommHandle, Mailbox, copy_into, token
 from distmega.hostir.comm.groups import close_left, close_with, left_groups
 from distmega.hostir.comm.plain import Plain, decode_plain, encode_plain, gather_bytes
@@ -117,6 +117,30 @@ class Communicator(Protocol):
         axis, in mesh order.
         """
         ...
+
+
+def require_communicator(comm: object, mesh: DeviceMesh) -> None:
+    """ProgramError for what is no communicator, MeshError for one of another mesh, and no mesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"{mesh!r:.80} in place of a mesh",
+            expected="a DeviceMesh",
+            remedy="give DeviceMesh(tp=1) for one rank",
+        )
+    its_mesh = getattr(comm, "mesh", None)
+    if not isinstance(its_mesh, DeviceMesh):
+        raise ProgramError(
+            f"{comm!r:.80} in place of a communicator",
+            expected="how this rank reaches the others of the mesh",
+            remedy="call compile_plan with the context that launch gives to each rank, or give "
+            "SingleCommunicator(mesh) for one rank",
+        )
+    if mesh.num_ranks > 1 and its_mesh != mesh:
+        raise MeshError(
+            f"a communicator of {its_mesh} for {mesh}",
+            expected="one of the same mesh",
+            remedy="plan on the communicator's mesh, or make one of the plan's",
+        )
 
 
 class SingleCommunicator(Collectives):

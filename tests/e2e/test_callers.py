@@ -1,18 +1,28 @@
-"""Who may call an engine, and when: one thread, in its own process, one generator at a time."""
+"""Who may call an engine, and when: one thread, in its own process, one generator at a time; and
+what a compiled program is made with, and where it is called.
+"""
 
+import copy
+import pickle
+import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
+import distmega
+from distmega.compiled import CompiledProgram
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
-from distmega.errors import RequestError
+from distmega.errors import MeshError, ProgramError, RequestError, UnsupportedError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.load import open_model
+from distmega.torch_import import capture
 
 PROMPT, OTHER = [5, 6, 7], [9, 8]
 VOCAB = 288
@@ -123,27 +133,85 @@ def test_a_step_without_a_sequence_or_tokens_is_refused():
 
 FORKING = """
 import os
-from tests.e2e.test_callers import PROMPT, open_tiny
+import torch
+from tests.e2e.test_callers import PROMPT, compile_sum, open_tiny
 
-engine = open_tiny()
+engine, step = open_tiny(), compile_sum()
+x = torch.ones(4)
 engine.prefill(PROMPT)
+step({"x": x, "total": torch.zeros(4)})
 if os.fork() == 0:
-    try:
-        engine.decode(1)
-    except Exception as error:
-        print(type(error).__name__, error)
-        os._exit(3)
-    os._exit(0)
+    for call in (
+        lambda: engine.decode(1),
+        lambda: step({"x": x}),
+        lambda: step.bind({"total": x}),
+        lambda: step.parts({"x": x}),
+    ):
+        try:
+            call()
+        except Exception as error:
+            print(type(error).__name__, error)
+    os._exit(3)
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
-print(engine.decode(1) >= 0)
+(found,) = step({"x": x}).values()
+print(engine.decode(1) >= 0, found.tolist())
 """
 
 
-def test_a_fork_of_the_engine_s_process_is_refused():
+def compile_sum() -> CompiledProgram:
+    """Adds x to its state, total."""
+    p = distmega.ProgramBuilder("sum")
+    total = p.state("total", (4,))
+    p.set(p.pointwise("a0 + a1", total, p.input("x", (4,))), into=total)
+    plan = distmega.plan_program(p.build(total), distmega.DeviceMesh(tp=1), distmega.CPU)
+    return CompiledProgram(plan, SingleCommunicator(plan.mesh))
+
+
+def test_a_fork_of_the_process_that_opened_or_compiled_is_refused():
     done = subprocess.run(
         [sys.executable, "-u", "-c", FORKING], capture_output=True, text=True, check=False
     )
-    refusal, alive = done.stdout.splitlines()
-    assert refusal.startswith("RequestError a call in process ")
-    assert 'the method "spawn"' in refusal
-    assert alive == "True"
+    *refusals, alive = done.stdout.splitlines()
+    assert alive == "True [2.0, 2.0, 2.0, 2.0]"
+    for refusal, of_what in zip(refusals, ["an engine", *["program 'sum'"] * 3], strict=True):
+        assert re.match(rf"RequestError a call in process \d+ of {of_what} of process ", refusal)
+        assert 'the method "spawn"' in refusal
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_nothing_that_runs_is_copied_or_pickled(copied: Callable[[object], object]):
+    step = compile_sum()
+    module = capture(torch.nn.Linear(4, 4), (torch.ones(1, 4),)).compile()
+    for made, remedy in (
+        (step, "pickle its plan, and call compile_plan in the other process"),
+        (module, "capture the module and compile it in the other process"),
+        (open_tiny(), "call open_engine in the other process"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"of a {type(made).__name__}; .*{remedy}"):
+            copied(made)
+    assert pickle.loads(pickle.dumps(step.plan)) == step.plan
+
+
+def test_what_is_no_communicator_is_refused():
+    plan, mesh = compile_sum().plan, distmega.DeviceMesh(tp=1)
+    source, options = open_model("tiny-llama"), EngineOptions()
+    for comm in None, "gloo", SingleCommunicator:
+        for make in (
+            lambda comm: CompiledProgram(plan, comm),
+            lambda comm: Engine(source, mesh, comm, options),
+        ):
+            with pytest.raises(ProgramError, match=r"in place of a communicator; .* compile_plan"):
+                make(comm)
+    two = distmega.plan_program(plan.program, distmega.DeviceMesh(tp=2), distmega.CPU)
+    with pytest.raises(MeshError, match=r"a communicator of mesh\(tp=1\) for mesh\(tp=2\)"):
+        CompiledProgram(two, SingleCommunicator(mesh))
+    with pytest.raises(MeshError, match="None in place of a mesh"):
+        Engine(source, None, SingleCommunicator(mesh), options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["replay", "warm"])
+def test_a_switch_is_true_or_false(name: str):
+    plan = compile_sum().plan
+    for value in None, 1, "no", torch.tensor(True):
+        with pytest.raises(ProgramError, match=f"{name}=.*; expected True or False"):
+            CompiledProgram(plan, SingleCommunicator(plan.mesh), **{name: value})

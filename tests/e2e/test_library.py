@@ -180,10 +180,11 @@ def test_a_gpu_that_is_not_there_is_named(
     named = rf"device '{device}', where torch \S+ finds 0 GPUs; expected a GPU of this machine"
     with pytest.raises(RequestError, match=named):
         distmega.compile_plan(plan, context)
+    comm = ThreadCommunicator(plan.mesh, 0, Wires(plan.mesh))
     with pytest.raises(RequestError, match=named):
-        CompiledProgram(plan, SingleCommunicator(distmega.DeviceMesh(tp=1)), device)
+        CompiledProgram(plan, comm, device)
     with pytest.raises(RequestError, match="device 'tpu'; expected cpu or cuda:i"):
-        CompiledProgram(plan, SingleCommunicator(distmega.DeviceMesh(tp=1)), "tpu")
+        CompiledProgram(plan, comm, "tpu")
 
 
 def test_what_is_no_context_no_rules_and_no_limit_is_refused():

@@ -10,7 +10,7 @@ def find_device(name: str) -> torch.device:
     """ "cpu", or the GPU "cuda:i" of this machine; RequestError for any other."""
     if not DEVICE_NAME.fullmatch(str(name)):
         raise RequestError(
-            f"device {name!r}",
+            f"device {name!r:.80}",
             expected="cpu or cuda:i",
             remedy="name where this rank's tensors are",
         )

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distmega.engine.decode_plan import model_mesh, require_positions
-from distmega.engine.engine import Engine
+from distmega.engine.engine import Engine, require_opened
 from distmega.engine.ranks.answers import GrowingAnswer
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import Emit, RankContext
@@ -230,7 +230,7 @@ def open_engine(
 
     RequestError for another number of ranks and for a source that isn't open; else as Engine.
     """
-    _require_opened(source, options)
+    require_opened(source, options)
     if tp * pp != context.world_size:
         raise RequestError(
             f"{counted(pp, 'stage')} of {counted(tp, 'tensor-parallel rank')} in a job of"
@@ -252,22 +252,6 @@ def open_engine(
         progress=progress,
         tell=tell,
     )
-
-
-def _require_opened(source: object, options: object) -> None:
-    """RequestError for a model by name, and for options of another type."""
-    if not isinstance(source, ModelSource):
-        raise RequestError(
-            f"{source!r:.80} in place of an open model",
-            expected="a ModelSource",
-            remedy="give what open_model returns",
-        )
-    if not isinstance(options, EngineOptions):
-        raise RequestError(
-            f"{argument('options')} {options!r:.80}",
-            expected="EngineOptions",
-            remedy="write EngineOptions(max_context=...)",
-        )
 
 
 def report_doing(emit: Emit) -> Tell:
