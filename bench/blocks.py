@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.options import at_least, read_options
+from bench.options import at_least, read_options, writable_file
 from bench.ranks import AHEAD_CYCLES, ROUNDS, median_us, run_on_ranks
 from bench.timing import captured
 from distmega.hostir.comm.communicator import Communicator
@@ -375,7 +375,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--ranks", type=at_least(1), default=2)
     parser.add_argument("--rows", type=at_least(1), nargs="+", default=[1024, 4096, 8192])
-    parser.add_argument("--trace", type=Path, help="file for a timeline of the MLP at the first M")
+    parser.add_argument(
+        "--trace", type=writable_file, help="file for a timeline of the MLP at the first M"
+    )
     options = read_options(parser, lambda given: given.ranks)
     run_on_ranks(run_rank, options.ranks, options.rows, options.trace)
 

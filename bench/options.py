@@ -9,8 +9,11 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+
+from distmega.whole_file import require_writable
 
 Need = Callable[[argparse.Namespace], int]
 """How many GPUs a command needs, by its options."""
@@ -66,3 +69,16 @@ def read_options(parser: argparse.ArgumentParser, need: Need = one_gpu) -> argpa
             "on a machine with as many NVIDIA GPUs and a torch built for CUDA"
         )
     return given
+
+
+def writable_file(text: str) -> Path:
+    """How argparse reads the name of a file to be written, before what is measured for it."""
+    path = Path(text)
+    try:
+        require_writable(path)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} can't be written ({error}); expected a path in a folder that is there; "
+            "make the folder, or give another path"
+        ) from error
+    return path

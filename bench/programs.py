@@ -37,7 +37,7 @@ from bench.cases import read_case
 from bench.decode import meet
 from bench.llama import VARIANTS, llama_1b
 from bench.models import Model, Region, encoder, gated_mlp, gpt2_step, mixer
-from bench.options import at_least, gpus_of_cases, read_options
+from bench.options import at_least, gpus_of_cases, read_options, writable_file
 from bench.ranks import TIMEOUT_S, run_on_ranks
 from bench.records import Record, add_book_options, open_book
 from bench.timing import (
@@ -360,7 +360,9 @@ def main() -> None:
         "--at-once", type=at_least(1), default=5, help="processes, where there are more"
     )
     parser.add_argument("--rounds", type=at_least(1), default=9)
-    parser.add_argument("--keep", type=Path, help="file of lines to add to, of earlier runs too")
+    parser.add_argument(
+        "--keep", type=writable_file, help="file of lines to add to, of earlier runs too"
+    )
     add_book_options(parser)
     options = read_options(parser, gpus_of_cases(lambda text: parse_case(text).num_ranks))
     cases = [*map(parse_case, options.cases)]

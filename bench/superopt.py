@@ -30,7 +30,7 @@ from unittest.mock import patch
 
 import torch
 
-from bench.options import read_options
+from bench.options import read_options, writable_file
 from bench.records import Record, add_book_options, open_book
 from bench.timing import alternating_us, copy_bytes_per_us, elapsed_us
 from distmega.errors import UnsupportedError
@@ -317,7 +317,9 @@ def main() -> None:
     parser.add_argument("--rules", type=Path, nargs="*", default=[SHIPPED], help="rules files")
     parser.add_argument("--no-peers", action="store_true", help="only measure plans")
     parser.add_argument("--again", action="store_true", help="measure other plans once more")
-    parser.add_argument("--keep", type=Path, help="file for the fastest rules, others of it stay")
+    parser.add_argument(
+        "--keep", type=writable_file, help="file for the fastest rules, others of it stay"
+    )
     add_book_options(parser)
     arguments = read_options(parser, lambda given: 0 if given.search_only else 1)
     if arguments.search_only:

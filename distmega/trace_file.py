@@ -30,7 +30,6 @@ class Span:
 
 def write_trace(path: Path, spans: Iterable[Span]) -> None:
     """Replaces the file at once; processes and tracks stand in the order of their first span."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps({"traceEvents": list(trace_events(spans))}) + "\n")
 
 

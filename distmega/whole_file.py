@@ -1,4 +1,5 @@
-"""Files that are written whole or not at all: a path in, a file to write to out.
+"""Files that are written whole or not at all: a path in, a file to write to out. The folder of a
+file that a user names is there before; nobody makes it for a name that may be mistyped.
 
 Used by whoever writes a file that others read: reports and pages, timelines, rules, rates, choices
 of kernels, kept plans and records.
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from distmega.errors import RequestError, argument
 
 
 @contextmanager
@@ -50,3 +53,16 @@ def require_writable(path: Path) -> None:
     part = path.resolve().with_name(f".{secrets.token_hex(8)}.part")
     part.touch(exist_ok=False)
     part.unlink()
+
+
+@contextmanager
+def naming_unwritable(path: Path, name: str) -> Iterator[None]:
+    """RequestError where the file can't be written that the argument `name` is for."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # no path may have a null character
+        raise RequestError(
+            f"file {str(path)!r:.200} can't be written ({getattr(error, 'strerror', error)})",
+            expected="a path in a folder that is there and may be written, with room for the file",
+            remedy=f"make the folder, or give another {argument(name)}",
+        ) from error

@@ -39,7 +39,6 @@ from distmega.cli.streams import (
     say,
     split_lines,
     wrap_text,
-    write_text,
 )
 from distmega.cli.superopt import SuperoptRequest, run_superopt
 from distmega.engine.decode_plan import model_mesh
@@ -71,6 +70,7 @@ from distmega.launch.launchers import (
 from distmega.models.sampling import Sampling
 from distmega.sources.locate import read_config
 from distmega.superopt.search.schedule import SearchLimits
+from distmega.whole_file import naming_unwritable, replace_text, require_writable
 
 DESCRIPTION = (
     "LLM inference on 1 to 8 GPUs.\n\n"
@@ -394,6 +394,9 @@ def _summary(result: GenerateResult, num_ranks: int, start_s: float) -> str:
 def _explain(command: Explain, console: Console) -> None:
     limit = command.memory_limit_gb
     request = ExplainRequest(tp=command.tp, pp=command.pp, memory_limit_gb=limit)
+    if command.html:
+        with naming_unwritable(command.html, "html"):
+            require_writable(command.html)
     config = read_config(command.model)
     machine = usual_machine(config) if command.machine == "auto" else MACHINES[command.machine]
     report = collect_decode(
@@ -406,7 +409,8 @@ def _explain(command: Explain, console: Console) -> None:
         full=command.full,
     )
     if command.html:
-        write_text(command.html, write_page(report))
+        with naming_unwritable(command.html, "html"):
+            replace_text(command.html, write_page(report))
     if command.json:
         console.file.write(json.dumps(asdict(report), indent=1) + "\n")
         return

@@ -14,7 +14,6 @@ from pathlib import Path
 from rich.console import Console
 
 from distmega.errors import RequestError
-from distmega.whole_file import replace_text
 
 MIN_COLUMNS = 20
 NARROWEST = 40
@@ -95,18 +94,6 @@ def split_lines(text: str) -> list[str]:
     Unicode's separators.
     """
     return _LINE_END.split(text)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 file, whole or not at all; RequestError where it can't be written."""
-    try:
-        replace_text(path, text)
-    except OSError as error:
-        raise RequestError(
-            f"file {str(path)!r} can't be written ({error.strerror})",
-            expected="a path in a folder that exists, with room for it",
-            remedy="correct the path",
-        ) from error
 
 
 def columns_of(console: Console) -> int:

@@ -7,8 +7,7 @@ of what was proven and of the code that proved it. Comes in, goes out: Rules. Ne
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ from distmega.program.text import parse_program, print_program
 from distmega.program.types import Program
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.proof.equivalence import Proof
-from distmega.whole_file import replace_text, require_writable
+from distmega.whole_file import naming_unwritable, replace_text, require_writable
 
 VERSION = 5
 """Of the file's form, of uGraphs' text and of what a proof means."""
@@ -69,26 +68,14 @@ def shipped_rules() -> tuple[RewriteRule, ...]:
 def write_rules(path: Path, rules: Sequence[RewriteRule]) -> None:
     """Writes the file, whole or not at all. RequestError where it can't be written."""
     body = {"version": VERSION, "rules": [_encode(rule) for rule in rules]}
-    with _unwritable_as_request(path):
+    with naming_unwritable(path, "path"):
         replace_text(path, json.dumps(body | {"digest": _digest(body)}, indent=1) + "\n")
 
 
 def require_writable_rules(path: Path) -> None:
     """RequestError where write_rules could not write the file: before what takes long."""
-    with _unwritable_as_request(path):
+    with naming_unwritable(path, "path"):
         require_writable(path)
-
-
-@contextmanager
-def _unwritable_as_request(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RequestError(
-            f"rules file {str(path)!r} can't be written ({error.strerror})",
-            expected="a folder that is there and may be written",
-            remedy="give another --out",
-        ) from error
 
 
 def read_rules(path: Path) -> list[RewriteRule]:

@@ -87,6 +87,20 @@ def test_a_number_out_of_range_is_refused(
     assert f"argument {flag}: {number!r}; expected " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", ["blocks --trace", "programs --keep", "superopt --keep"])
+def test_a_file_that_can_not_be_written_is_told_before_anything_is_measured(
+    given: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command, flag = given.split()
+    for path in tmp_path, tmp_path / "missing" / "file":
+        assert run(command, [flag, str(path)], monkeypatch) == 2
+        assert f"argument {flag}: {str(path)!r} can't be written" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("command", "case"),
     [

@@ -253,10 +253,21 @@ def test_a_page_is_written_to_the_file(tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "a.html"
     assert main(["explain", "tiny-llama", "--html", str(path)]) == 0
     assert path.read_text().startswith("<!doctype html>")
-    assert main(["explain", "tiny-llama", "--html", str(tmp_path / "no" / "a.html")]) == 2
-    assert (
-        "can't be written (No such file or directory); expected a path" in capsys.readouterr().err
+
+
+def test_a_page_that_can_not_be_written_is_told_before_the_model_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(
+        "distmega.cli.main.collect_decode", lambda *_given, **_kw: pytest.fail("it plans")
     )
+    for path in tmp_path, tmp_path / "no" / "a.html":
+        assert main(["explain", "tiny-llama", "--html", str(path)]) == 2
+        said = capsys.readouterr().err
+        assert "can't be written (" in said
+        assert "expected a path in a folder that is there" in said
+        assert said.rstrip().endswith("make the folder, or give another --html")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("num_sms", [2, 5])

@@ -54,11 +54,13 @@ def test_a_trace_file_that_can_not_be_written_is_told_before_the_model_is_read(
 ):
     monkeypatch.setattr(jobs, "open_model", lambda _name: pytest.fail("it reads the model"))
     (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file" / "trace.json"):
+    wrong = [tmp_path, tmp_path / "file" / "trace.json", tmp_path / "no" / "t.json", Path("a\0b")]
+    for path in wrong:
         request = TraceRequest(model="tiny-llama", path=str(path))
         with pytest.raises(RequestError, match="can't be written") as found:
             jobs.trace(CPU_RANK, request, lambda _value: None)
         assert found.value.with_flags({"path": "out"}).endswith("give another --out")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "no folder is made"
 
 
 def test_every_argument_that_errors_name_is_a_flag(capsys):

@@ -12,7 +12,7 @@ def test_tracks_of_processes_are_named_once_and_spans_keep_their_times(tmp_path:
         Span(process="GPU 0", track="stream 1", name="z", start_us=6.0, duration_us=1.0),
         Span(process="GPU 1", track="stream 1", name="y", start_us=2.5, duration_us=3.0),
     ]
-    path = tmp_path / "new" / "run.json"
+    path = tmp_path / "run.json"
     write_trace(path, spans)
     events = json.loads(path.read_text())["traceEvents"]
     named = [(e["name"], e["args"]["name"]) for e in events if e["ph"] == "M"]

@@ -68,7 +68,10 @@ def test_a_file_that_can_not_be_written_is_told_before_the_search(
     monkeypatch.setattr(Optimizer, "run", lambda _self: pytest.fail("it searches"))
     for out in (tmp_path, tmp_path / "missing" / "rules.json"):
         assert main(["superopt", str(file), "--out", str(out)]) == 2
-        assert "can't be written" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "can't be written" in said
+        assert said.rstrip().endswith("make the folder, or give another --out")
+    assert not (tmp_path / "missing").exists()
 
 
 @pytest.mark.parametrize("case", PAPER_CASES)

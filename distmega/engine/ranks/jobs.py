@@ -8,7 +8,7 @@ Next on the walk: engine.py.
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -43,7 +43,7 @@ from distmega.models.sampling import MOST_LIKELY, Samplings
 from distmega.models.text.tokenizer import Tokenizer
 from distmega.sources.load import ModelSource, open_model
 from distmega.trace_file import Span, write_trace
-from distmega.whole_file import require_writable
+from distmega.whole_file import naming_unwritable, require_writable
 
 LOADED_S = 0.25
 
@@ -186,8 +186,7 @@ def trace(context: RankContext, request: TraceRequest, emit: Emit) -> TraceResul
     """
     path = Path(request.path)
     if context.rank == 0:
-        with _unwritable_as_request(request.path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with naming_unwritable(path, "path"):
             require_writable(path)
     engine = open_engine(context, open_model(request.model), request.tp, request.options)
     mine = engine.trace(request.num_steps, request.position)
@@ -196,21 +195,9 @@ def trace(context: RankContext, request: TraceRequest, emit: Emit) -> TraceResul
     start_us = min(span.start_us for span in spans)
     spans = [replace(span, start_us=span.start_us - start_us) for span in spans]
     if context.rank == 0:
-        with _unwritable_as_request(request.path):
+        with naming_unwritable(path, "path"):
             write_trace(path, spans)
     return TraceResult(num_spans=len(spans), summary=summarise(spans))
-
-
-@contextmanager
-def _unwritable_as_request(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RequestError(
-            f"trace file {path!r} can't be written ({error.strerror})",
-            expected="a path that can be made",
-            remedy=f"give another {argument('path')}",
-        ) from error
 
 
 def open_engine(
