@@ -133,7 +133,7 @@ def require_gpus(options: LauncherOptions, num_ranks: int) -> None:
         raise LaunchError(
             f"{argument('device')} cuda for {counted(num_ranks, 'rank')}, and"
             f" {counted(found, 'GPU')} that torch finds",
-            expected=f"at least {needed} NVIDIA GPUs, and a torch built for CUDA",
+            expected=f"at least {counted(needed, 'NVIDIA GPU')}, and a torch built for CUDA",
             remedy=f"give {argument('device')} cpu or ask for fewer ranks; distmega doctor says "
             "what this machine has",
         )

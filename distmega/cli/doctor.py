@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distmega.env import read_settings
-from distmega.errors import DistmegaError, RequestError
+from distmega.errors import DistmegaError, RequestError, counted
 from distmega.launch.contract import MULTICAST_OFF, LauncherOptions
 from distmega.launch.launchers import launch
 
@@ -131,7 +131,8 @@ def examine(facts: Facts) -> list[Finding]:
 
 def _check_python(facts: Facts) -> Iterator[Finding]:
     version = _dotted(facts.python)
-    interpreter = f"{version}, {facts.system} on {facts.processor}, {facts.num_cores} cores"
+    cores = counted(facts.num_cores, "core")
+    interpreter = f"{version}, {facts.system} on {facts.processor}, {cores}"
     if facts.python < OLDEST_PYTHON:
         remedy = f"install Python {_dotted(OLDEST_PYTHON)} or later"
         yield Finding(topic="Python", found=interpreter, state="problem", remedy=remedy)
@@ -189,7 +190,7 @@ def _check_devices(facts: Facts) -> Iterator[Finding]:
                 "torch was built for CPUs",
                 "install a torch for CUDA, or use --device cpu",
             )
-        found = f"{facts.num_device_files} GPUs, but {why}"
+        found = f"{counted(facts.num_device_files, 'GPU')}, but {why}"
         yield Finding(topic="devices", found=found, state="problem", remedy=remedy)
     for number, gpu in enumerate(facts.gpus):
         found = f"cuda:{number} {gpu.name}, {gpu.num_bytes / 1e9:.0f} GB"

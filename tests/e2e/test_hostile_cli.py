@@ -180,6 +180,7 @@ def test_gpus_are_looked_for_before_anything_is_read(
     assert main([*command, "--device", "cuda", "--launcher", "local"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("distmega: error: --device cuda for 1 rank, and 0 GPUs"), said
+    assert "expected at least 1 NVIDIA GPU, and" in said
     assert "give --device cpu" in said
 
 

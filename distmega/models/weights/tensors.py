@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from distmega.errors import ModelError
+from distmega.errors import ModelError, counted
 from distmega.models.config import ModelConfig
 from distmega.models.rope import rope_table
 
@@ -162,7 +162,8 @@ def check_stored(
             raise ModelError(found, expected=str(list(shape)), remedy=remedy)
     stray = [name for name in shapes if name not in wanted and not ignored(name)]
     if stray:
-        found = f"{where} holds {len(stray)} weights that the model does not use: {_some(stray)}"
+        count = counted(len(stray), "weight")
+        found = f"{where} holds {count} that the model does not use: {_some(stray)}"
         raise ModelError(found, expected="only weights of the configuration", remedy=remedy)
 
 
