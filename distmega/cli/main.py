@@ -35,6 +35,7 @@ from distmega.cli.streams import (
     drop_output,
     open_console,
     open_streams,
+    read_argument,
     read_text,
     say,
     split_lines,
@@ -322,7 +323,7 @@ def run_command(command: Command, console: Console) -> None:
 
 def _generate(command: Generate, console: Console) -> None:
     options, tp = _launcher_options(command.ranks)
-    prompts = command.prompts
+    prompts = tuple(map(read_argument, command.prompts))
     if command.prompts_file:
         prompts += tuple(filter(str.strip, split_lines(_read_text(command.prompts_file))))
     request = GenerateRequest(
@@ -333,7 +334,7 @@ def _generate(command: Generate, console: Console) -> None:
         max_new_tokens=command.max_new_tokens,
         chat=command.chat,
         sampling=command.sampling,
-        stop=command.stop,
+        stop=tuple(map(read_argument, command.stop)),
         ignore_eos=command.ignore_eos,
         options=command.engine,
     )

@@ -89,6 +89,26 @@ def read_text(path: Path) -> str:
         ) from error
 
 
+def read_argument(text: str) -> str:
+    """A text of the command line. Python hides bytes in it that the locale's encoding doesn't have,
+    as all behind ASCII in the C locale: they are read as UTF-8; RequestError where they are not.
+    """
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        pass
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError as error:
+        shown = ascii(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
+        raise RequestError(
+            f"text {shown} of the command line can't be read",
+            expected="text in the locale's encoding or in UTF-8",
+            remedy="correct its encoding, or that of the locale",
+        ) from error
+
+
 def split_lines(text: str) -> list[str]:
     """Lines as files end them. `str.splitlines` also ends them inside of a text, at form feeds and
     Unicode's separators.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distmega.cli.main import main
-from distmega.cli.streams import read_text, split_lines
+from distmega.cli.streams import read_argument, read_text, split_lines
 from distmega.env import read_settings
 from distmega.errors import RequestError
 
@@ -77,6 +77,26 @@ def test_what_a_terminal_can_not_show_is_replaced() -> None:
     assert b"tokens after" in done.stdout
     text = run("generate", "\u00e9", "hi", **ascii_only).stderr
     assert text.startswith(b"distmega: error: no such model: '")
+
+
+def test_a_prompt_in_utf_8_is_read_in_any_locale() -> None:
+    c_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "utf-8"}
+    done = run(*TINY[:2], "caf\u00e9", *TINY[3:], "--echo", "--stop", "\u00e9t\u00e9", **c_locale)
+    assert done.returncode == 0, done.stderr
+    assert "\ncaf\u00e9".encode() in done.stdout
+
+
+def test_what_no_encoding_has_is_refused_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("distmega.cli.main.launch", lambda *given: pytest.fail("ranks started"))
+    for text in "caf\udce9", "\ud800", "\udce9" * 5000:
+        for given in ["generate", "tiny-llama", text], [*TINY, "--stop", text]:
+            assert main(given) == 2
+            said = capsys.readouterr().err
+            assert re.match(r"distmega: error: text '.* of the command line can't be read", said)
+            assert len(said) < 1500
+    assert read_argument("\udcc3\udca9t\u00e9") == "\u00e9t\u00e9"
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "99999999999999999999"])
