@@ -29,26 +29,20 @@ from distmega.program.types import Op
 def encode_call(
     args: Sequence[object],
     kwargs: Mapping[str, object],
-    operand_of: Callable[[object], tuple[int, str] | None],
+    given: Callable[[object], object],
     kept: Sequence[int] = (0,),
     target: object = None,
 ) -> str:
-    """Arguments as text. operand_of: where a value stands among the operands, and its type where
-    programs lack that one; None for no tensor. kept: places of the results that are wanted. target:
-    the operator, if it may make tensors of none.
+    """Arguments as text. given: what stands for a tensor: {"tensor": place among the operands},
+    {"held": [place, type]} where programs lack its type, {"empty": [shape, type]} of one without
+    elements; None for no tensor. kept: places of the results that are wanted. target: the operator,
+    if it may make tensors of none.
 
     Devices are left out: tensors are made where the operands are. ProgramError for a value that
     text can't hold.
     """
-
-    def special(value: object) -> object:
-        at = operand_of(value)
-        if at is None:
-            return None
-        return {"held": at} if at[1] else {"tensor": at[0]}
-
-    named = encode_named(target, kwargs, special)
-    return json.dumps([[encode_value(value, special) for value in args], named, [*kept]])
+    named = encode_named(target, kwargs, given)
+    return json.dumps([[encode_value(value, given) for value in args], named, [*kept]])
 
 
 def compile_opaque(op: Op) -> OpFunction:
@@ -66,6 +60,9 @@ def compile_opaque(op: Op) -> OpFunction:
                 return operands[0].device if operands else None
             if kind == "tensor":
                 return operands[content]
+            if kind == "empty":
+                shape, dtype = content
+                return torch.empty(shape, dtype=DTYPES[dtype], device=operands[0].device)
             return unhold(operands[content[0]], DTYPES[content[1]])
 
         filled = [decode_value(value, special) for value in args]

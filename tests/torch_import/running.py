@@ -46,7 +46,7 @@ def assert_close(found: Any, expected: Any, tolerance: float = TOLERANCE) -> Non
     for x, y in zip(mine, others, strict=True):
         if not isinstance(y, Tensor):
             assert x == y
-        elif y.is_floating_point():
+        elif y.is_floating_point() or y.is_complex():
             torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
         else:
             assert torch.equal(x, y)

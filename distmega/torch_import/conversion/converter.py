@@ -47,6 +47,7 @@ from distmega.torch_import.operators.values import (
     Spread,
     Value,
     any_value,
+    is_empty,
     is_foreign,
     is_tensor,
     map_values,
@@ -192,6 +193,10 @@ class Converter:
             return COMPLEX_RULES[packet](self.b, **named) if known else NotImplemented
         if any_value((args, kwargs), is_foreign) or self.b.dtype not in ITEM_BYTES:
             return NotImplemented
+        if _lacks_dims(packet, named) or (
+            packet != "aten.cat" and any_value((args, kwargs), is_empty)
+        ):
+            return NotImplemented
         if packet in CONTRACTING:
             self.require_one_type(packet, named)
         for key in (f"{packet}.{target._overloadname}", packet):
@@ -246,6 +251,13 @@ class Converter:
             if self.values.get(user) is not None and may_share(user):
                 last_uses.append(self.last_read(user, but))
         return max(last_uses)
+
+
+def _lacks_dims(packet: str, named: Mapping[str, Value]) -> bool:
+    """Whether an operator goes along a dim, as the first, of a tensor that has none."""
+    x, dims = named.get("self"), named.get("dim", named.get("dims"))
+    is_scalar = isinstance(x, Handle | Constant | Spread) and not x.shape
+    return is_scalar and dims not in (None, []) and packet != "aten.unsqueeze"
 
 
 def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> Value:

@@ -35,7 +35,7 @@ from distmega.torch_import.conversion.regions import (
     number_sources,
 )
 from distmega.torch_import.operators.build import Build, require_dtype
-from distmega.torch_import.operators.values import TENSORS, Constant, Foreign, Value
+from distmega.torch_import.operators.values import TENSORS, Constant, Foreign, Value, is_empty
 
 
 @dataclass(slots=True)
@@ -79,18 +79,25 @@ class OpaqueOps:
         target = str(node.target)
         operands = Operands()
 
-        def position(value: object) -> tuple[int, str] | None:
-            return self._operand(value, operands) if isinstance(value, TENSORS) else None
+        def as_text(value: object) -> object:
+            if not isinstance(value, TENSORS) or is_empty(value):
+                return _empty_text(value)
+            at, dtype = self._operand(value, operands)
+            return {"held": [at, dtype]} if dtype else {"tensor": at}
 
         several = not isinstance(node.meta["val"], torch.Tensor)
+        values = node.meta["val"] if several else [node.meta["val"]]
         kept: list[int] = [0]
         if several:
-            kept = sorted({each for user in node.users if isinstance(each := user.args[1], int)})
-        call = encode_call(args, kwargs, position, kept, node.target)
-        values = node.meta["val"] if several else [node.meta["val"]]
+            wanted = sorted({each for user in node.users if isinstance(each := user.args[1], int)})
+            kept = [at for at in wanted if 0 not in values[at].shape] or wanted
+        call = encode_call(args, kwargs, as_text, kept, node.target)
         reads = host_reads([node]) or mask_reads(node)
         found = self._run(node, target, call, operands, [values[at] for at in kept], reads)
-        return dict(zip(kept, found, strict=True)) if several else found[0]
+        if not several:
+            return found[0]
+        empty = {at: _without_values(values[at]) for at in wanted if at not in kept}
+        return dict(zip(kept, found, strict=True)) | empty
 
     def run_region(self, region: OpaqueRegion) -> None:
         """Its operators as one opaque op; what has an open shape is left to the graph's ending."""
@@ -102,8 +109,8 @@ class OpaqueOps:
             self.values[node], self.late[node] = Late(len(self.late)), region
         for node in closed:
             if 0 in node.meta["val"].shape:
-                shape = tensor_result(node.meta["val"], node.name).shape
-                self.values[node] = Constant(torch.empty(shape, dtype=node.meta["val"].dtype))
+                tensor_result(node.meta["val"], node.name)
+                self.values[node] = _without_values(node.meta["val"])
         wanted = [node for node in closed if node not in self.values]
         if not wanted:
             return
@@ -149,8 +156,8 @@ class OpaqueOps:
                 return [as_text(each) for each in value]
             if not isinstance(value, TENSORS):
                 return value
-            if isinstance(value, Constant) and value.tensor.numel() == 0:
-                return {"empty": [list(value.tensor.shape), str(value.tensor.dtype)]}
+            if is_empty(value):
+                return _empty_text(value)
             return {"tensor": self._operand(value, operands)[0]}
 
         return encode_graph(nodes, results, given, operands.dtypes)
@@ -208,6 +215,18 @@ class OpaqueOps:
             Foreign(handle, dtype) if dtype else handle
             for handle, dtype in zip(made, foreign, strict=True)
         ]
+
+
+def _empty_text(value: Value) -> object:
+    """What stands for a tensor without elements; None for no tensor."""
+    if not isinstance(value, Constant):
+        return None
+    return {"empty": [list(value.tensor.shape), str(value.tensor.dtype)]}
+
+
+def _without_values(like: torch.Tensor) -> Constant:
+    """A result without elements."""
+    return Constant(torch.empty(like.shape, dtype=like.dtype))
 
 
 def checks_among(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -38,7 +38,7 @@ from distmega.torch_import.conversion.opaque import (
 )
 from distmega.torch_import.conversion.regions import NUMBERS
 from distmega.torch_import.operators.build import Build
-from distmega.torch_import.operators.values import TENSORS, Constant, Foreign, Value
+from distmega.torch_import.operators.values import TENSORS, Constant, Foreign, Value, is_empty
 
 VIEWS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default
@@ -103,7 +103,8 @@ class Outputs:
         elif not isinstance(value, TENSORS) or not gives_results:
             self.given.append(value)
         elif spec.kind is OutputKind.USER_INPUT_MUTATION:
-            self.updated[self._name(value)] = plain_name(spec.target)
+            if not is_empty(value):
+                self.updated[self._name(value)] = plain_name(spec.target)
         else:
             self.given.append(self._result(node, value))
 
@@ -211,6 +212,6 @@ class Outputs:
 
 
 def _without_elements(value: Value) -> Empty | None:
-    if isinstance(value, Constant) and value.tensor.numel() == 0:
+    if isinstance(value, Constant) and is_empty(value):
         return Empty(value.shape, value.tensor.dtype)
     return None

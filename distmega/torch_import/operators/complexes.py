@@ -87,12 +87,18 @@ def _mul(b: Build, self: Value, other: Value) -> Value:
 
 def _moved(b: Build, self: Value, **options: Any) -> Value:
     """Another shape of the same elements, or the same."""
-    assert isinstance(self, Foreign), "no constant: it is known"
-    if self.dtype != b.dtype:
+    if not isinstance(self, Foreign) or self.dtype != b.dtype:
         return NotImplemented
     shape = (*b.shape, 2)
     held = b.reshape(self.held, shape)
     return Foreign(b.handle(held), self.dtype)
+
+
+def _to_copy(b: Build, self: Value, **options: Any) -> Value:
+    """In another type; of a real number the imaginary part is zero."""
+    if isinstance(self, Foreign):
+        return _moved(b, self)
+    return _joined(b, *(b.cast(each, _float_type(b)) for each in _parts(b, self)))
 
 
 def _expand(b: Build, self: Value, **options: Any) -> Value:
@@ -117,6 +123,7 @@ COMPLEX_RULES: dict[str, Rule] = {
     "aten.polar": _polar,
     "aten.view_as_complex": _view_as_complex,
     "aten.view_as_real": _view_as_real,
+    "aten._to_copy": _to_copy,
     "aten.mul": _mul,
     "aten.expand": _expand,
     "aten.permute": _permute,
@@ -124,7 +131,7 @@ COMPLEX_RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
             "aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze",
-            "aten.clone", "aten.alias", "aten._to_copy",
+            "aten.clone", "aten.alias",
         ),
         _moved,
     ),

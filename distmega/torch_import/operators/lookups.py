@@ -36,7 +36,7 @@ def flip(b: Build, self: TensorValue, dims: Sequence[int]) -> Value:
 @rule("index_select")
 def index_select(b: Build, self: TensorValue, dim: int, index: TensorValue) -> TensorValue:
     """Rows along one dim; of a dim in the middle it comes to the front for the lookup."""
-    rank, dim = len(self.shape), dim % max(len(self.shape), 1)
+    rank, dim = len(self.shape), dim % len(self.shape)
     first = b.transpose(self, [dim, *(n for n in range(rank) if n != dim)])
     found = b.rows(first, index)
     order = list(range(len(index.shape), len(found.shape)))
@@ -168,7 +168,7 @@ def scatter_value(b: Build, self: TensorValue, dim: int, index: TensorValue, val
 def topk(
     b: Build, self: TensorValue, k: int, dim: int = -1, largest: bool = True, **other: Value
 ) -> Value:
-    if not largest or not self.shape:
+    if not largest:
         return NotImplemented
     values, chosen = b.p.topk(b.handle(b.to_last(self, dim)), k, name=b.name())
     return [b.from_last(values, dim), b.from_last(chosen, dim)]

@@ -20,8 +20,6 @@ def _along_rows(kind: OpKind) -> Rule:
     assert build is not None, f"kind {kind.name!r} is of no function"
 
     def along(b: Build, self: TensorValue, dim: int, **other: Value) -> Value:
-        if not self.shape:
-            return NotImplemented
         row = b.handle(b.to_last(b.cast(self, b.dtype), dim))
         return b.from_last(b.p.op(build, row, name=b.name()), dim)
 
@@ -35,16 +33,12 @@ RULES.update(
 
 @rule("softmax", "_softmax", "_safe_softmax")
 def softmax(b: Build, self: TensorValue, dim: int, **other: Value) -> Value:
-    if not self.shape:
-        return NotImplemented
     row = b.handle(b.to_last(b.cast(self, b.dtype), dim))
     return b.from_last(b.p.softmax(row, name=b.name()), dim)
 
 
 @rule("log_softmax", "_log_softmax")
 def log_softmax(b: Build, self: TensorValue, dim: int, **other: Value) -> Value:
-    if not self.shape:
-        return NotImplemented
     wide = b.cast(self, "f32" if b.dtype in HALVES else b.dtype)
     dtype = value_dtype(wide)
     largest = reduced(b, wide, [dim], True, "max")
@@ -157,7 +151,7 @@ def argmax(b: Build, self: TensorValue, dim: int | None = None, keepdim: bool = 
 
 @rule("max.dim")
 def max_dim(b: Build, self: TensorValue, dim: int, keepdim: bool = False) -> Value:
-    if not self.shape:
+    if b.dtype == "bool":
         return NotImplemented
     values, chosen = b.p.topk(b.handle(b.to_last(self, dim)), 1, name=b.name())
     return [b.reshape(values, b.shape), b.reshape(chosen, b.shape)]

@@ -69,6 +69,11 @@ def is_tensor(value: Value) -> bool:
     return isinstance(value, TENSORS)
 
 
+def is_empty(value: Value) -> bool:
+    """Whether it is a tensor without elements."""
+    return isinstance(value, Constant) and value.tensor.numel() == 0
+
+
 def is_foreign(value: Value) -> bool:
     """Whether it is a tensor of a type that programs lack."""
     known = isinstance(value, Constant) and value.tensor.dtype in HOLDERS

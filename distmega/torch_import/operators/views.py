@@ -82,8 +82,11 @@ def split(b: Build, self: TensorValue, dim: int = 0, **other: Value) -> Value:
     parts, start = [], 0
     for result in b.results:
         extent = result.shape[dim] if len(result.shape) == len(self.shape) else 1
-        part = b.slice(self, dim, start, start + extent)
-        parts.append(b.reshape(part, result.shape))
+        if extent:
+            part = b.slice(self, dim, start, start + extent)
+            parts.append(b.reshape(part, result.shape))
+        else:
+            parts.append(Constant(torch.empty(result.shape, dtype=torch_dtype(result.dtype))))
         start += extent
     return parts
 

@@ -483,7 +483,7 @@ def test_an_operator_of_torch():
     x, w = torch.randn(1, 3, 8), torch.randn(5, 3, 2)
     call = encode_call(
         [x, w, None, [1], [0], [1], False, [0], 1], {"unused": torch.device("cpu")},
-        lambda value: {id(x): (0, ""), id(w): (1, "")}.get(id(value)),
+        lambda value: {id(x): {"tensor": 0}, id(w): {"tensor": 1}}.get(id(value)),
     )  # fmt: skip
     p = ProgramBuilder("p")
     operands = [p.input("x", x.shape), p.input("w", w.shape)]

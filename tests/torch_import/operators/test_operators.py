@@ -49,7 +49,7 @@ def test_expressions():
         lambda x: x.index_put((x[..., 0] > 0,), torch.tensor(2.0)),
         lambda x: (torch.lerp(x, -x, 0.3), torch.addcmul(x, x, x, value=2), x.minimum(x * x)),
         lambda x: (x.double() + x, x.half().float(), x.bfloat16() * 2, x.long() * 3, x.bool()),
-        lambda x: (torch.div(x, 0.3, rounding_mode="floor"), x.log2(), x.abs().log10()),
+        lambda x: (x.log2(), x.abs().log10(), torch.div(x, 0.3, rounding_mode="floor")),
     ]  # fmt: skip
     assert not opaque_of(*functions, args=(X,))
 
@@ -159,3 +159,37 @@ def test_convolutions_of_single_channels_are_expressions():
         lambda x: F.conv1d(x, w, bias, padding="same", groups=4)[..., -1:],
     ]
     assert not opaque_of(*functions, args=(X,))
+
+
+def test_complex_numbers_made_of_others():
+    functions = [
+        lambda x: (x.to(torch.complex64) * 1j, x.to(torch.complex128), torch.fft.fft2(x)),
+        lambda x: ((x > 0).to(torch.complex64) * x, x.long().to(torch.complex64) * 2.0),
+    ]
+    opaque_of(*functions, args=(X,))
+
+
+def test_dims_of_a_tensor_without_dims():
+    functions = [
+        lambda x: (x.sum(0), x.mean(0), x.amax(-1), x.amin(0), x.logsumexp(0), x.norm(dim=0)),
+        lambda x: (x.argmax(0), x.argmin(0, keepdim=True), x.max(0), x.sort(0), x.cumsum(0)),
+        lambda x: (x.softmax(0), x.log_softmax(-1), x.var(0, correction=0), (x > 0).any(0)),
+        lambda x: (x.index_select(0, torch.tensor([0])), x.flip(0), x.cumprod(0), x.prod(0)),
+        lambda x: (torch.cat([x[None], x[None]]), x.expand(3), x.median(), F.normalize(x, dim=0)),
+        lambda x: (torch.var_mean(x, 0, correction=0), (x > 0).all(0), x.unsqueeze(-1), x.topk(1)),
+    ]
+    opaque_of(*functions, args=(torch.tensor(-1.5),))
+
+
+def test_bools_have_a_maximum():
+    opaque_of(lambda x: (*(x > 0).max(1), *(x > 0).min(1), (x > 0).amax(0)), args=(X,))
+
+
+def test_operands_and_parts_without_elements():
+    nothing = torch.zeros(4, 0)
+    functions = [
+        lambda x, e: (x.split([2, 2, 0], 1), torch.addmm(x[0], e, e.T[:, :1].expand(0, 6))),
+        lambda x, e: (F.linear(e, torch.zeros(6, 0), x[0, 0]), torch.cat([x[0], e], 1)),
+        lambda x, e: (e.add_(1), e.sum() + x, x.index_put((e.long()[0],), torch.ones(0, 4, 6))),
+    ]
+    opaque_of(*functions, args=(X, nothing))
