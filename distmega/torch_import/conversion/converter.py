@@ -61,6 +61,11 @@ IGNORED = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_s
 CONTRACTING = ("aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
 """Operators of which torch wants operands of one type."""
 
+FIRST_ALONE = ("aten.native_layer_norm", "aten.native_group_norm", "aten._fused_rms_norm",
+               "aten._native_batch_norm_legit_no_training",
+               "aten._native_batch_norm_legit")  # fmt: skip
+"""Operators whose rules give the first result and no other."""
+
 UNFILLED = ("aten.empty", "aten.empty_like", "aten.empty_permuted", "aten.empty_strided",
             "aten.new_empty", "aten.new_empty_strided")  # fmt: skip
 """Operators that leave memory as they find it, which is another content on each rank."""
@@ -150,6 +155,8 @@ class Converter:
         self.b.start(self.names.name_of(node, packet), results)
         if packet == "distmega.append_rows":
             return self.append(node, args)
+        if packet in FIRST_ALONE and any(user.args[1] != 0 for user in node.users):
+            return self.opaque.run_node(node, args, kwargs)
         found = self.stated(node.target, packet, args, kwargs)
         return self.opaque.run_node(node, args, kwargs) if found is NotImplemented else found
 

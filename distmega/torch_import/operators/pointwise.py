@@ -28,10 +28,23 @@ RULES.update({"aten.add": _added("+"), "aten.sub": _added("-"), "aten.rsub": _su
 
 @rule("div.Tensor_mode", "div.Scalar_mode")
 def div_mode(b: Build, self: TensorValue, other: Value, rounding_mode: str | None) -> Value:
-    """Exact for floats; whole numbers stay with torch, which does not go through floats."""
-    if not is_float(b.dtype) or rounding_mode not in (None, "floor"):
+    """What is rounded stays with torch: the quotient may be rounded up before."""
+    return NotImplemented if rounding_mode else b.pointwise("{0} / {1}", self, other)
+
+
+ROOTS = {0.5: "sqrt({0})", -0.5: "rsqrt({0})"}
+"""Powers that differ from what torch computes for them, below zero."""
+
+
+@rule("pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor")
+def power(b: Build, self: Value, exponent: Value) -> Value:
+    """Whole numbers to powers that vary or are negative stay with torch, which multiplies them."""
+    known = exponent if isinstance(exponent, int | float) else None
+    if not is_float(b.dtype) and (known is None or known < 0):
         return NotImplemented
-    return b.pointwise("floor({0} / {1})" if rounding_mode else "{0} / {1}", self, other)
+    if known in ROOTS:
+        return b.pointwise(ROOTS[known], self)
+    return b.pointwise("{0} ** {1}", self, exponent)
 
 
 @rule("clamp")

@@ -10,7 +10,13 @@ import torch
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.torch_import.operators.build import Build
 from distmega.torch_import.operators.table import RULES, Rule, rule
-from distmega.torch_import.operators.values import Constant, TensorValue, Value, is_tensor
+from distmega.torch_import.operators.values import (
+    Constant,
+    TensorValue,
+    Value,
+    is_tensor,
+    value_dtype,
+)
 
 
 @rule("clone", "contiguous", "alias", "detach", "lift_fresh_copy", "dropout", "_conj")
@@ -34,6 +40,12 @@ def copy(b: Build, self: TensorValue, src: TensorValue, **other: Value) -> Value
 @rule("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")
 def reshape(b: Build, self: TensorValue, **other: Value) -> Value:
     return b.reshape(self, b.shape)
+
+
+@rule("view.dtype")
+def reinterpret(b: Build, self: TensorValue, dtype: object) -> Value:
+    """The bits as another type, which no op reads."""
+    return self if value_dtype(self) == b.dtype else NotImplemented
 
 
 @rule("permute")

@@ -49,7 +49,7 @@ def test_expressions():
         lambda x: x.index_put((x[..., 0] > 0,), torch.tensor(2.0)),
         lambda x: (torch.lerp(x, -x, 0.3), torch.addcmul(x, x, x, value=2), x.minimum(x * x)),
         lambda x: (x.double() + x, x.half().float(), x.bfloat16() * 2, x.long() * 3, x.bool()),
-        lambda x: (x.log2(), x.abs().log10(), torch.div(x, 0.3, rounding_mode="floor")),
+        lambda x: (x.log2(), x.abs().log10(), torch.div(x, 0.3, rounding_mode=None)),
     ]  # fmt: skip
     assert not opaque_of(*functions, args=(X,))
 
@@ -161,6 +161,34 @@ def test_convolutions_of_single_channels_are_expressions():
     assert not opaque_of(*functions, args=(X,))
 
 
+def test_bits_that_are_read_as_another_type():
+    functions = [
+        lambda x: (x.view(torch.int32) + 1, (x + 1).view(torch.float64), x.view(torch.float32)),
+        lambda x: ((x * 2).view(torch.uint8), (x + 1).view(torch.complex64)),
+    ]
+    assert "aten.view.dtype" in opaque_of(*functions, args=(X,))
+
+
+def test_quotients_that_are_rounded_down_are_those_of_torch():
+    """1 over 0.1 is less than 10 in floats, whose quotient is 10."""
+    x = torch.tensor([1.0, 2.5, -1.0, 1.0, math.inf, 0.0, -7.0])
+    y = torch.tensor([0.1, 0.1, math.inf, -math.inf, 3.0, 0.0, 2.0])
+    found = opaque_of(lambda x, y: (x // y, x // 0.1, torch.div(x, 0.5)), args=(x, y))
+    assert found == {"aten.div.Tensor_mode"}
+
+
+def test_powers_of_whole_numbers_are_exact():
+    x = torch.tensor([0, 1, -1, 3, -7, 2**31 + 1])
+    y = torch.tensor([-2, -3, -3, 39, 21, 2])
+    assert opaque_of(lambda x, y: (x**y, 2**y, x.float() ** y), args=(x, y))
+    assert not opaque_of(lambda x: (x**2, x**3, x**0, 0.5**x), args=(x,))
+
+
+def test_a_root_of_what_is_not_finite():
+    roots = [lambda x: (x**0.5, x**-0.5)]
+    assert not opaque_of(*roots, args=(torch.tensor([4.0, 0.0, -1.0, math.inf, -math.inf]),))
+
+
 def test_complex_numbers_made_of_others():
     functions = [
         lambda x: (x.to(torch.complex64) * 1j, x.to(torch.complex128), torch.fft.fft2(x)),
@@ -183,6 +211,17 @@ def test_dims_of_a_tensor_without_dims():
 
 def test_bools_have_a_maximum():
     opaque_of(lambda x: (*(x > 0).max(1), *(x > 0).min(1), (x > 0).amax(0)), args=(X,))
+
+
+def test_what_norms_give_besides():
+    """Means and roots of variances."""
+    gain = torch.arange(4.0)
+    functions = [
+        lambda x: torch.native_layer_norm(x, (6,), None, None, 1e-5),
+        lambda x: torch.native_group_norm(x, gain, gain, 2, 4, 6, 2, 1e-5)[1],
+        lambda x: torch.native_batch_norm(x, gain, gain, gain, gain + 1, False, 0.1, 1e-5)[:2],
+    ]
+    opaque_of(*functions, args=(X,))
 
 
 def test_operands_and_parts_without_elements():
