@@ -19,7 +19,8 @@ from torch import Tensor, fx, nn
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import CaptureError
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.torch_import.captured import CapturedModule, capture, overlap
+from distmega.torch_import.captured import CapturedModule, capture
+from distmega.torch_import.conversion import overlap
 
 OPTIONS = ("mesh", "annotations")
 """What torch.compile's options may hold."""
@@ -33,8 +34,8 @@ def compile_graph(
 
     Each combination of input shapes is captured when it first comes, and again where parameters
     have other values then. Left to torch are graphs that overwrite a parameter, and calls with
-    inputs in the same memory of which the graph overwrites one. CaptureError for other options, a
-    mesh without a process group, and gradients.
+    inputs or parameters in the same memory of which the graph overwrites one. CaptureError for
+    other options, a mesh without a process group, and gradients.
     """
     given = dict(options or {})
     if unknown := sorted({*given} - {*OPTIONS}):
@@ -82,7 +83,7 @@ class _Compiled:
             self._entries[key] = entry
         tensors = [x for x in args if _comes_with_a_call(x)]
         graph = entry.module.captured.graph
-        if graph.program.with_role("state") or (graph.updated and overlap(tensors)):
+        if graph.program.with_role("state") or (graph.updated and overlap(_tensors(args))):
             found: tuple[Any, ...] = self._graph(*args)
             return found
         results: tuple[Any, ...] = entry.module(*tensors)
@@ -111,7 +112,7 @@ class _Compiled:
         """The program for inputs of these shapes; parameters and sizes are bound to it."""
         bound = _Bound(self._graph, self._names, args)
         tensors = tuple(x.detach() for x in args if _comes_with_a_call(x))
-        if overlap(tensors):  # torch.export would join what an update reaches
+        if overlap(_tensors(args)):  # torch.export would join what an update reaches
             tensors = tuple(x.clone() for x in tensors)
         captured = capture(bound, tensors)
         device = next((x.device for x in args if isinstance(x, Tensor)), torch.device("cpu"))
@@ -177,6 +178,11 @@ def _records_gradients(graph: fx.GraphModule) -> bool:
 
 def _comes_with_a_call(value: object) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
+def _tensors(args: Sequence[Any]) -> list[Tensor]:
+    """Inputs and parameters."""
+    return [x for x in args if isinstance(x, Tensor)]
 
 
 def _parameter_name(node: fx.Node) -> str:

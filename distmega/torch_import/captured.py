@@ -35,7 +35,16 @@ from distmega.sharding.layout.placements import Layout
 from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.search.cost import Machine
 from distmega.torch_import.annotations import match_annotations
-from distmega.torch_import.conversion import Empty, Graph, Late, Output, Shared, convert
+from distmega.torch_import.conversion import (
+    Empty,
+    Graph,
+    Late,
+    Output,
+    Shared,
+    apply_views,
+    convert,
+    overlap,
+)
 from distmega.torch_import.exported import export_module
 
 Signature = tuple[tuple[object, object], ...]
@@ -167,8 +176,9 @@ class CapturedModule(OwnProcess):
         late = step.end({**step.wholes, **held, **out})
         for result, name in graph.updated.items():
             given[name].copy_(unhold(out[result], given[name].dtype))
+        whole = {x.name: _whole(x, out) for x in graph.outputs if isinstance(x, Output)}
         leaves = [
-            late[x.position] if isinstance(x, Late) else self._result(x, out, flat)
+            late[x.position] if isinstance(x, Late) else self._result(x, whole, flat, step.captured)
             for x in graph.outputs
         ]
         return pytree.tree_unflatten(leaves, step.captured.out_spec)
@@ -189,18 +199,19 @@ class CapturedModule(OwnProcess):
         on_cpu = torch.device(self._device).type == "cpu"  # kernels of a GPU may hold copies
         return part is not None and on_cpu and part.data_ptr() == whole.data_ptr()
 
-    def _result(self, leaf: object, out: Mapping[str, Tensor], flat: Sequence[Any]) -> object:
-        """One of the module's flat results."""
+    def _result(
+        self, leaf: object, whole: Mapping[str, Tensor], flat: Sequence[Any], captured: Captured
+    ) -> object:
+        """One of the module's flat results. whole: outputs by name, in their own types."""
         match leaf:
             case Output(name=name, is_number=True):
-                return out[name].item()
-            case Output(name=name, dtype=dtype):
-                return unhold(out[name], _torch_type(dtype)) if dtype else out[name]
-            case Shared(position=position, views=views):
-                found = flat[position]
-                for view, more, options in views:
-                    found = view(found, *more, **options)
-                return found
+                return whole[name].item()
+            case Output(name=name, views=views):
+                return apply_views(whole[name], views)
+            case Shared(source=int(position), views=views):
+                return apply_views(flat[position], views)
+            case Shared(source=str(name), views=views):
+                return apply_views(captured.tensors[name].to(self._device), views)
             case Empty(shape=shape, dtype=dtype):
                 return torch.empty(shape, dtype=dtype, device=self._device)
         return leaf
@@ -278,6 +289,11 @@ class _CapturedStep:
             return self.ending([tensors[name] for name in end.operands])
 
 
+def _whole(leaf: Output, out: Mapping[str, Tensor]) -> Tensor:
+    """An output of the program in its own type, which results may be views of."""
+    return unhold(out[leaf.name], _torch_type(leaf.dtype)) if leaf.dtype else out[leaf.name]
+
+
 def _part(compiled: CompiledProgram, name: str, whole: Tensor) -> Tensor:
     """This rank's part: a state in storage of its own, a weight where the module has it if that
     can be.
@@ -333,24 +349,6 @@ def capture(
         out_spec=exported.call_spec.out_spec,
         dynamic=dynamic,
     )
-
-
-def overlap(tensors: Iterable[Tensor]) -> bool:
-    """Whether any two lie in the same memory; also where only the ranges do in which they lie."""
-    ranges: dict[int, list[tuple[int, int]]] = {}
-    for x in tensors:
-        if x.numel() == 0:
-            continue
-        last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-        start = x.storage_offset() * x.element_size()
-        stop = start + (last + 1) * x.element_size()
-        storage = x.untyped_storage()
-        where = storage._cdata if x.is_meta else storage.data_ptr()
-        others = ranges.setdefault(where, [])
-        if any(start < end and begin < stop for begin, end in others):
-            return True
-        others.append((int(start), int(stop)))
-    return False
 
 
 def _require_inputs_apart(

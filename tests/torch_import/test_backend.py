@@ -74,6 +74,42 @@ def test_a_graph_break_leaves_parts_that_are_programs():
 
 
 @torch.no_grad()
+def test_parts_of_a_broken_graph_reach_each_other_by_memory():
+    """What the second part overwrites are results of the first, or asks how they lie in memory."""
+    scale = nn.Parameter(torch.ones(4))
+
+    def part_of_result(x: Tensor) -> tuple[Tensor, ...]:
+        y, z = x * 2, (x + 1).t()
+        row, copy, columns = y[0], y.clone(), z.reshape(4, 3)
+        torch._dynamo.graph_break()
+        for each in (row, copy, columns):
+            each.add_(1)
+        return y, z, copy
+
+    def order(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        y = x.t() * 2
+        torch._dynamo.graph_break()
+        return y.t().view(-1), y.stride()
+
+    def weight(x: Tensor) -> Tensor:
+        part = scale[1:]
+        torch._dynamo.graph_break()
+        part.add_(1)
+        return x * scale
+
+    for function in (part_of_result, order, weight):
+        found, expected = [], []
+        for results, each in (
+            (found, torch.compile(function, backend=backend.compile_graph)),
+            (expected, function),
+        ):
+            scale.fill_(1)
+            torch._dynamo.reset()
+            results += [each(torch.arange(12.0).reshape(3, 4)) for _ in range(2)]
+        assert_close(found, expected)
+
+
+@torch.no_grad()
 def test_annotations_name_the_parameters_of_the_model():
     model, x = Model(), torch.randn(3, 4)
     marks = {"up_proj.weight": distmega.replicate(), "down_proj": distmega.replicate()}

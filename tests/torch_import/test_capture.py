@@ -16,6 +16,7 @@ from distmega.compiled import CompiledProgram
 from distmega.errors import CaptureError, MeshError, PlanError, RankFailure, RequestError
 from distmega.program.text import parse_program, print_program
 from distmega.sharding.layout.placements import Layout, Shard
+from distmega.torch_import.conversion.memory import order_of_dims
 from tests.torch_import.running import assert_close, call, check_module, open_ranks
 
 
@@ -143,6 +144,62 @@ def test_results_that_are_views_of_inputs_stay_so():
     assert found[0] is mine[0]
     found = call(ranks, x.t().contiguous().t(), y)  # other strides than at capture
     assert_close(found[1], x.flatten()[2:])
+
+
+class Overlapping(nn.Module):
+    """Results in the memory of others, and copies of these."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        y, pairs = x * 2, torch.complex(x, x + 1)
+        turned = x.t() + 1
+        shared = [y, y[0], y.t(), y.view(-1)[1:], y.contiguous(), *y.split(1), pairs, pairs.t()]
+        return [*shared, turned.t(), turned.t().view(-1), turned, y.clone(), y + 0, pairs.clone()]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_results_in_the_same_memory_stay_so(num_ranks: int):
+    x = torch.randn(2, 4)
+    found = call(open_ranks(distmega.capture(Overlapping(), (x,)), num_ranks), x)
+    expected = Overlapping()(x)
+    for number in range(len(found)):
+        found[number].mul_(number + 2)
+        expected[number].mul_(number + 2)
+        assert_close(found, expected)
+
+
+class Turned(nn.Module):
+    """Results of which dims lie in another order, and parts of these."""
+
+    def forward(self, x: Tensor, pairs: Tensor) -> list[Tensor]:
+        y = torch.view_as_complex(pairs).t() * 2
+        return [x.t() * 2, x + 1, y, y[1:], x.relu(), (x * 2)[None, :, None, 1:]]
+
+
+def test_dims_of_results_lie_in_the_order_that_they_have_in_torch():
+    image, x = torch.randn(2, 3, 4, 5), torch.randn(6, 2).t()
+    image = image.to(memory_format=torch.channels_last)
+    for module, args in ((Turned(), (x, torch.randn(2, 3, 2))), (nn.ReLU(), (image,))):
+        captured = distmega.capture(module, args)
+        found, expected = captured.compile()(*args), module(*args)
+        assert_close(found, expected)
+        for mine, other in zip(found, expected, strict=True):
+            assert order_of_dims(mine) == order_of_dims(other)
+    assert found.stride() == image.stride()
+
+
+def test_results_that_are_views_of_weights_stay_so():
+    class Shown(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return self.weight, self.weight.t()[1:], super().forward(x)
+
+    module, own = Shown(2, 3).requires_grad_(False), Shown(2, 3).requires_grad_(False)
+    own.load_state_dict(module.state_dict())
+    captured = distmega.capture(module, (torch.ones(1, 2),)).compile()
+    found, expected = captured(torch.ones(1, 2)), own(torch.ones(1, 2))
+    for results in (found, expected):
+        results[1].add_(1)
+    assert_close(found, expected)
+    assert_close(captured(torch.ones(1, 2)), own(torch.ones(1, 2)))
 
 
 class Overwriting(torch.nn.Module):

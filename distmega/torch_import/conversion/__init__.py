@@ -4,10 +4,21 @@ that torch runs.
 
 Start at converter.py, which walks the nodes; inputs.py goes before it, outputs.py comes after it,
 opaque.py has what torch runs, regions.py finds what it has to run together, nodes.py says what a
-node is.
+node is, memory.py which results share memory.
 """
 
 from distmega.torch_import.conversion.converter import convert
 from distmega.torch_import.conversion.graph import Continue, Empty, Graph, Late, Output, Shared
+from distmega.torch_import.conversion.memory import apply_views, overlap
 
-__all__ = ["Continue", "Empty", "Graph", "Late", "Output", "Shared", "convert"]
+__all__ = [
+    "Continue",
+    "Empty",
+    "Graph",
+    "Late",
+    "Output",
+    "Shared",
+    "apply_views",
+    "convert",
+    "overlap",
+]

@@ -37,15 +37,21 @@ class Graph:
     ending: "Ending | None" = None
 
 
+Views = tuple[tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], ...]
+"""What leads from a tensor to a view of it: a function of the tensor and further arguments each."""
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A result of the module that is a tensor of the program. dtype: torch's name of its element
-    type, where programs lack it. is_number: the module gives what it holds as a number.
+    """A result of the module that is a tensor of the program, or a view of it. dtype: torch's name
+    of its element type, where programs lack it. is_number: the module gives what it holds as a
+    number. views: what leads from the tensor to the result; results of one name share its memory.
     """
 
     name: str
     dtype: str = ""
     is_number: bool = False
+    views: Views = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +73,12 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A result of the module that lies in the memory of an input, as a view of it or the input
-    itself. position: of the input among the flat ones. views: what leads from it to the result, a
-    function of the tensor and further arguments each.
+    """A result of the module that lies in the memory of an input or a weight, as a view of it or
+    the tensor itself. source: the input's position among the flat ones, or the weight's name.
     """
 
-    position: int
-    views: tuple[tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], ...]
+    source: int | str
+    views: Views
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ In: the graph's last node, and the values of all others. Out: a Graph (graph.py)
 states are written, and what the program can't give is left to torch behind it.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,13 +22,14 @@ from distmega.torch_import.conversion.graph import (
     Late,
     Output,
     Shared,
+    Views,
 )
 from distmega.torch_import.conversion.inputs import OF_STATES, Inputs
+from distmega.torch_import.conversion.memory import order_of_dims, overlapping, sources
 from distmega.torch_import.conversion.nodes import (
     is_seeded,
     node_results,
     plain_name,
-    viewed_node,
 )
 from distmega.torch_import.conversion.opaque import (
     OpaqueOps,
@@ -40,11 +41,6 @@ from distmega.torch_import.conversion.regions import NUMBERS
 from distmega.torch_import.operators.build import Build
 from distmega.torch_import.operators.values import TENSORS, Constant, Foreign, Value, is_empty
 
-VIEWS: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default
-}
-"""What does for views of inputs with other strides than those at capture."""
-
 
 @dataclass(slots=True)
 class Outputs:
@@ -52,7 +48,8 @@ class Outputs:
 
     values: of all nodes. given: what the module gives, as Graph.outputs. named: tensors that the
     program gives, by name. updated: output -> input that the module overwrites. pending: new values
-    of states, each with its state.
+    of states, each with its state. roots: of results that share memory, what they are views of, and
+    how. whole: nodes that are outputs, as such.
     """
 
     b: Build
@@ -63,9 +60,13 @@ class Outputs:
     named: dict[str, Handle] = field(default_factory=dict)
     updated: dict[str, str] = field(default_factory=dict)
     pending: list[tuple[Handle, Handle]] = field(default_factory=list)
+    roots: Mapping[fx.Node, tuple[fx.Node, Views]] = field(default_factory=dict)
+    whole: dict[fx.Node, Output] = field(default_factory=dict)
 
     def finish(self, last: fx.Node, more: Continue | None) -> Graph:
         """The whole graph. more: as `convert` takes it."""
+        known = {node for node, value in self.values.items() if isinstance(value, TENSORS)}
+        self.roots = overlapping((x for x in self._user_results(last) if x in known), known)
         for spec, node in zip(self.signature.output_specs, last.args[0], strict=True):  # type: ignore[arg-type]
             self._add(spec, node, more is None)
         if more is not None:
@@ -119,13 +120,34 @@ class Outputs:
         known = self._shared(node) or _without_elements(value)
         if known is not None:
             return known
+        root, views = self.roots.get(node, (node, ()))
+        if root not in self.whole:
+            self.whole[root] = self._whole(root)
+        found = self.whole[root]
+        return replace(found, views=(*found.views, *views))
+
+    def _whole(self, node: fx.Node) -> Output:
+        """A tensor of the program that lies in memory as torch's does."""
+        value, like = self.values[node], node.meta.get("val")
         dtype = value.dtype if isinstance(value, Foreign) else ""
-        return Output(self._name(value), dtype, isinstance(node.meta.get("val"), NUMBERS))
+        if isinstance(like, NUMBERS):
+            return Output(self._name(value), dtype, is_number=True)
+        order = order_of_dims(like)
+        if order == sorted(order):
+            return Output(self._name(value), dtype)
+        self.b.start(f"out.{len(self.named)}.turned", [])
+        held = value.held if isinstance(value, Foreign) else value
+        pairs = [len(order)] if len(held.shape) > len(order) else []  # of a complex number
+        back = [order.index(dim) for dim in range(len(order))]
+        turned = self.b.transpose(held, [*order, *pairs])
+        return Output(self._name(turned), dtype, views=((torch.permute, (back,), {}),))
 
     def _name(self, value: Value) -> str:
         """The name of an output that holds a value."""
         self.b.start(f"out.{len(self.named)}", [])
         handle = self._own(value.held if isinstance(value, Foreign) else value)
+        if handle.name in self.named:
+            handle = self.b.p.set(handle, name=self.b.name())
         self.named[handle.name] = handle
         return handle.name
 
@@ -186,19 +208,25 @@ class Outputs:
         return own.name
 
     def _shared(self, node: fx.Node) -> Shared | None:
-        """Of a result that is a view of an input as the module leaves it, or the input itself."""
+        """Of a result that is a view of an input as the module leaves it, or of a weight, or one of
+        these itself.
+        """
         positions, overwritten = self.inputs.positions, self.signature.user_inputs_to_mutate
-        views: list[tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]] = []
-        while True:
-            if node.name in overwritten:
-                return Shared(positions[overwritten[node.name]], tuple(reversed(views)))
-            if node.name in positions and node.name not in overwritten.values():
-                return Shared(positions[node.name], tuple(reversed(views)))
-            source = viewed_node(node)
-            if source is None or not callable(node.target):
-                return None
-            views.append((VIEWS.get(node.target, node.target), node.args[1:], node.kwargs))
-            node = source
+        for source, views in sources(node):
+            if source.name in overwritten:
+                return Shared(positions[overwritten[source.name]], views)
+            if source.name in positions and source.name not in overwritten.values():
+                return Shared(positions[source.name], views)
+            if name := self._weight_name(source):
+                return Shared(name, views)
+        return None
+
+    def _weight_name(self, node: fx.Node) -> str:
+        """Of a weight; "" for another node, and for what the module overwrites."""
+        value = self.values[node] if node.op == "placeholder" else None
+        if not isinstance(value, Handle) or value in self.inputs.states.values():
+            return ""
+        return value.name if value.name in self.inputs.targets else ""
 
     def _own(self, value: Value) -> Handle:
         """A handle in storage of its own: no view, which a state below it could change."""
