@@ -17,7 +17,7 @@ from distmega.compiled import CompiledProgram
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
 from distmega.engine.ranks.own_process import OwnProcess
-from distmega.errors import CaptureError, ProgramError, RequestError, counted
+from distmega.errors import CaptureError, ProgramError, RankFailure, RequestError, counted
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
 from distmega.hostir.library.opaque_graph import open_graph
 from distmega.hostir.library.torch_types import (
@@ -212,8 +212,8 @@ class CapturedModule(OwnProcess):
                 return apply_views(flat[position], views)
             case Shared(source=str(name), views=views):
                 return apply_views(captured.tensors[name].to(self._device), views)
-            case Empty(shape=shape, dtype=dtype):
-                return torch.empty(shape, dtype=dtype, device=self._device)
+            case Empty(shape=shape, dtype=dtype, on_meta=on_meta):
+                return torch.empty(shape, dtype=dtype, device="meta" if on_meta else self._device)
         return leaf
 
     def _keep_states(self, step: "_CapturedStep") -> None:
@@ -281,12 +281,20 @@ class _CapturedStep:
     ending: Callable[[Sequence[Tensor]], list[Any]] | None
 
     def end(self, tensors: Mapping[str, Tensor]) -> list[Any]:
-        """Results that have no shape before they are there."""
+        """Results that have no shape before they are there. RankFailure where torch has none."""
         end = self.captured.graph.ending
         if end is None or self.ending is None:
             return []
-        with torch.no_grad():
-            return self.ending([tensors[name] for name in end.operands])
+        try:
+            with torch.no_grad():
+                return self.ending([tensors[name] for name in end.operands])
+        except Exception as error:  # of torch, as it likes
+            raise RankFailure(
+                f"results of {self.captured.program.name!r} whose shapes data decide:"
+                f" {type(error).__name__}: {error}",
+                expected="values that torch takes",
+                remedy="check the inputs",
+            ) from error
 
 
 def _whole(leaf: Output, out: Mapping[str, Tensor]) -> Tensor:

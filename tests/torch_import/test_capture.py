@@ -146,6 +146,19 @@ def test_results_that_are_views_of_inputs_stay_so():
     assert_close(found[1], x.flatten()[2:])
 
 
+def test_what_torch_says_of_results_of_open_shapes_is_named():
+    class Chosen(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = torch.nonzero(x)
+            torch._check(chosen.shape[0] <= 2)
+            return chosen
+
+    (captured,) = open_ranks(distmega.capture(Chosen(), (torch.eye(2),)), 1)
+    assert_close(captured(torch.eye(2)), torch.tensor([[0, 0], [1, 1]]))
+    with pytest.raises(RankFailure, match=r"results of 'Chosen' whose shapes .*<= 2"):
+        captured(torch.ones(2, 2))
+
+
 class Overlapping(nn.Module):
     """Results in the memory of others, and copies of these."""
 
@@ -264,6 +277,17 @@ def test_several_ranks_need_the_place_of_each():
     captured = distmega.capture(nn.Linear(4, 2), (torch.ones(3, 4),))
     with pytest.raises(MeshError, match=r"one process for .*; start .* gives its RankContext"):
         captured.compile(mesh=distmega.DeviceMesh(tp=2))
+
+
+def test_results_without_values_stay_so():
+    class Shaped(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return x.to("meta"), x.to("meta") * 2, x + 1
+
+    x = torch.ones(2, 3)
+    found = distmega.capture(Shaped(), (x,)).compile()(x)
+    assert [y.is_meta for y in found] == [True, True, False]
+    assert_close(found[2], x + 1)
 
 
 def test_weights_without_values_are_planned_and_not_compiled():

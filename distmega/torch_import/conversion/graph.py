@@ -83,10 +83,11 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """A result of the module without elements."""
+    """A result of the module without elements or, where the module puts it on meta, values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    on_meta: bool = False
 
 
 Continue = Callable[[ProgramBuilder, Mapping[str, Handle], Sequence[Handle]], Sequence[Handle]]

@@ -117,7 +117,7 @@ class Outputs:
 
     def _result(self, node: fx.Node, value: Value) -> object:
         """A tensor that the module gives: one of the program, an input, or without elements."""
-        known = self._shared(node) or _without_elements(value)
+        known = self._shared(node) or self._empty(node, value)
         if known is not None:
             return known
         root, views = self.roots.get(node, (node, ()))
@@ -221,6 +221,15 @@ class Outputs:
                 return Shared(name, views)
         return None
 
+    def _empty(self, node: fx.Node, value: Value) -> Empty | None:
+        """Of a result that has no elements, or that a module which isn't on meta puts there."""
+        like = node.meta.get("val")
+        if isinstance(like, torch.Tensor) and like.is_meta and not _begins_on_meta(node.graph):
+            return Empty(tuple(like.shape), like.dtype, on_meta=True)
+        if isinstance(value, Constant) and is_empty(value):
+            return Empty(value.shape, value.tensor.dtype)
+        return None
+
     def _weight_name(self, node: fx.Node) -> str:
         """Of a weight; "" for another node, and for what the module overwrites."""
         value = self.values[node] if node.op == "placeholder" else None
@@ -239,7 +248,7 @@ class Outputs:
         return handle
 
 
-def _without_elements(value: Value) -> Empty | None:
-    if isinstance(value, Constant) and is_empty(value):
-        return Empty(value.shape, value.tensor.dtype)
-    return None
+def _begins_on_meta(graph: fx.Graph) -> bool:
+    """Whether an input or a weight has no values."""
+    given = (node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
+    return any(isinstance(x, torch.Tensor) and x.is_meta for x in given)

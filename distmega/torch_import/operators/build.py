@@ -211,7 +211,7 @@ class Build:
     def expand(self, value: TensorValue, shape: Sequence[int]) -> TensorValue:
         """The tensor repeated to a shape it broadcasts to."""
         if isinstance(value, Constant):
-            return Constant(value.tensor.expand(*shape))
+            return Constant(value.tensor.expand(tuple(shape)))
         source = value.source if isinstance(value, Spread) else value
         return self.spread(source, shape)
 

@@ -193,6 +193,7 @@ def test_complex_numbers_made_of_others():
     functions = [
         lambda x: (x.to(torch.complex64) * 1j, x.to(torch.complex128), torch.fft.fft2(x)),
         lambda x: ((x > 0).to(torch.complex64) * x, x.long().to(torch.complex64) * 2.0),
+        lambda x: (x.sum().long().to(torch.complex64), x.sum().to(torch.complex64)),
     ]
     opaque_of(*functions, args=(X,))
 
