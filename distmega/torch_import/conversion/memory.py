@@ -72,10 +72,11 @@ def order_of_dims(like: Tensor) -> list[int]:
     """Dims from the one of the longest steps on; others stay where they are. Of a tensor
     that repeats elements as they are.
     """
+    steps = like.stride()
     moving = [dim for dim, extent in enumerate(like.shape) if extent > 1]
-    if any(like.stride(dim) == 0 for dim in moving):
+    if any(steps[dim] == 0 for dim in moving):
         return [*range(like.dim())]
-    moving.sort(key=lambda dim: -like.stride(dim))
+    moving.sort(key=lambda dim: -steps[dim])
     order = iter(moving)
     return [next(order) if extent > 1 else dim for dim, extent in enumerate(like.shape)]
 

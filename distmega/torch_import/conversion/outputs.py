@@ -128,7 +128,7 @@ class Outputs:
 
     def _whole(self, node: fx.Node) -> Output:
         """A tensor of the program that lies in memory as torch's does."""
-        value, like = self.values[node], node.meta.get("val")
+        value, like = self.values[node], node.meta["val"]
         dtype = value.dtype if isinstance(value, Foreign) else ""
         if isinstance(like, NUMBERS):
             return Output(self._name(value), dtype, is_number=True)
@@ -136,7 +136,7 @@ class Outputs:
         if order == sorted(order):
             return Output(self._name(value), dtype)
         self.b.start(f"out.{len(self.named)}.turned", [])
-        held = value.held if isinstance(value, Foreign) else value
+        held = self.b.handle(value.held if isinstance(value, Foreign) else value)
         pairs = [len(order)] if len(held.shape) > len(order) else []  # of a complex number
         back = [order.index(dim) for dim in range(len(order))]
         turned = self.b.transpose(held, [*order, *pairs])
