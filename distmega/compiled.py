@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from distmega.arguments import require_switch, shown
 from distmega.engine.kept_plans import keep_triton_key, open_plans
 from distmega.engine.ranks.agreement import on_all_ranks, require_equal
 from distmega.engine.ranks.communicators import open_communicator
@@ -526,9 +527,9 @@ class CompiledProgram(OwnProcess):
 
     def slices(self, name: str) -> tuple[slice, ...]:
         """Where this rank's part of a tensor lies in the whole, a slice a dim."""
-        if name not in self._domains:
+        if not isinstance(name, str) or name not in self._domains:
             raise ProgramError(
-                f"tensor {name!r}",
+                f"tensor {shown(name)}",
                 expected=f"one of program {self.plan.program.name!r}: {sorted(self._wholes)}",
                 remedy="correct the name",
             )
@@ -544,6 +545,7 @@ class CompiledProgram(OwnProcess):
         contiguous in it, or has zeros behind it.
         """
         self._check_whole(name, whole)
+        require_switch("copy", copy, error=ProgramError)
         found = whole.detach()[self.slices(name)]
         buffer = self._given[name]
         if not copy:
@@ -622,7 +624,7 @@ class CompiledProgram(OwnProcess):
 
     def _refuse_name(self, name: str) -> NoReturn:
         raise ProgramError(
-            f"a value for {name!r}",
+            f"a value for {shown(name)}",
             expected=f"one of {sorted(self._given)}",
             remedy="give inputs, weights and states of the program by name",
         )
@@ -630,7 +632,7 @@ class CompiledProgram(OwnProcess):
     def _check_whole(self, name: str, whole: Tensor) -> None:
         self._guard.require_process()
         require_real_tensors()
-        if name not in self._given:
+        if not isinstance(name, str) or name not in self._given:
             self._refuse_name(name)
         tensor = self._wholes[name]
         if not fits(whole, tensor):
@@ -755,20 +757,17 @@ def _require_choices(
 ) -> None:
     """ProgramError for arguments of other types than CompiledProgram takes."""
     for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ProgramError(
-                f"{name}={value!r:.80}", expected="True or False", remedy="give one of these"
-            )
-    if not (isinstance(megakernel, bool) or megakernel == "auto"):
+        require_switch(name, value, error=ProgramError)
+    if not isinstance(megakernel, bool | str) or megakernel not in (True, False, "auto"):
         raise ProgramError(
-            f"megakernel={megakernel!r:.80}",
+            f"megakernel={shown(megakernel)}",
             expected='True, False or "auto"',
             remedy="leave it out for a kernel where one can do the program",
         )
     listed = rules is None or (isinstance(rules, Sequence) and not isinstance(rules, str))
     if not listed or not all(isinstance(rule, RewriteRule) for rule in rules or ()):
         raise ProgramError(
-            f"rules {rules!r:.80}",
+            f"rules {shown(rules)}",
             expected="a sequence of RewriteRule",
             remedy="read them with read_rules of distmega.superopt.rules",
         )
@@ -835,12 +834,6 @@ def compile_plan(
     what is no plan and no context, RequestError for a GPU that this machine hasn't.
     """
     _require_plan(plan)
-    if not isinstance(context, RankContext):
-        raise ProgramError(
-            f"{type(context).__name__} in place of a RankContext",
-            expected="the place of this rank in its job",
-            remedy="pass on the context that launch gives to each rank",
-        )
     comm = open_communicator(context, plan.mesh, native=True)
     return CompiledProgram(
         plan, comm, context.device, replay=replay, warm=warm, megakernel=megakernel, rules=rules

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
+from distmega.arguments import require_type, shown
 from distmega.engine.decode_plan import model_mesh, num_stages_of, plan_decode, require_positions
 from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateResult, Token
 from distmega.errors import RequestError, counted
@@ -35,11 +36,12 @@ def generate(
     """
     if not isinstance(request, GenerateRequest):
         raise RequestError(
-            f"{request!r:.80} in place of a request",
+            f"{shown(request)} in place of a request",
             expected="a GenerateRequest",
             remedy='write GenerateRequest(model="...", prompts=("...",))',
         )
-    options = launcher or LauncherOptions()
+    options = LauncherOptions() if launcher is None else launcher
+    require_type("launcher", options, LauncherOptions, "LauncherOptions")
     if choose_launcher(options.launcher) == "torchrun":
         raise RequestError(
             "generate under torchrun",

@@ -11,10 +11,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from distmega.arguments import (
+    require_number,
+    require_one_of,
+    require_type,
+    require_whole,
+    shown,
+)
 from distmega.engine.ranks.context import DeviceKind
-from distmega.env import PREFIX
+from distmega.env import MAX_SECONDS, PREFIX
 from distmega.errors import LaunchError, RequestError
 
 MULTICAST_OFF = {
@@ -33,6 +40,12 @@ it makes no difference.
 """
 
 
+LAUNCHERS = ("local", "torchrun", "ray")
+MAX_RANKS = 65_536
+"""Of a job, as of a mesh."""
+Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
     """How Ray places the ranks. A GPU rank also gets one whole GPU.
@@ -45,10 +58,17 @@ class RayOptions:
         placement_timeout_s: How long to wait for a place for all of them.
     """
 
-    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    strategy: Strategy = "PACK"
     cpus_per_rank: float = 0.25
     ranks_per_bundle: int = 1
     placement_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """RequestError for a value out of range or of another type."""
+        require_one_of("strategy", self.strategy, get_args(Strategy))
+        require_number("cpus_per_rank", self.cpus_per_rank, MAX_RANKS, zero=True)
+        require_whole("ranks_per_bundle", self.ranks_per_bundle, 1, MAX_RANKS)
+        require_number("placement_timeout_s", self.placement_timeout_s, MAX_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +95,17 @@ class LauncherOptions:
     start_timeout_s: float = 120.0
     max_restarts: int = 0
     ray: RayOptions = RayOptions()
+
+    def __post_init__(self) -> None:
+        """RequestError for a value out of range or of another type."""
+        require_one_of("launcher", self.launcher, ("auto", *LAUNCHERS))
+        require_one_of("device", self.device, ("auto", *get_args(DeviceKind)))
+        require_whole("num_ranks", self.num_ranks, 1, MAX_RANKS)
+        if self.timeout_s is not None:
+            require_number("timeout_s", self.timeout_s, MAX_SECONDS)
+        require_number("start_timeout_s", self.start_timeout_s, MAX_SECONDS)
+        require_whole("max_restarts", self.max_restarts, 0)
+        require_type("ray", self.ray, RayOptions, "RayOptions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +159,7 @@ def function_name(target: str | Callable[..., object]) -> str:
         module = _main_module()
     if not module or not name.isidentifier():
         raise RequestError(
-            f"target {name or target!r}",
+            f"target {shown(name or target)}",
             expected="a function of a module, or of the script that runs",
             remedy="define it at the top level of a file",
         )

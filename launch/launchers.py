@@ -11,14 +11,14 @@ import pickle
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from distmega.arguments import require_type
 from distmega.engine.ranks.context import DeviceKind, Emit, ProgressReport, RankContext
-from distmega.env import MAX_SECONDS, read_settings
+from distmega.env import read_settings
 from distmega.errors import LaunchError, RankFailure, RequestError, argument, counted
 from distmega.launch import late
 from distmega.launch.contract import (
@@ -35,7 +35,6 @@ from distmega.launch.on_ray.token import show_token
 logger = logging.getLogger(__name__)
 
 DEVICES = Path("/dev")
-LAUNCHERS = ("local", "torchrun", "ray")
 
 LAST_WORDS_S = 2.0
 """How long a silent rank stays, so that the one that explains the failure isn't ended by torchrun
@@ -59,9 +58,10 @@ def launch(
     Raises RequestError for bad options, LaunchError if ranks can't be started, RankFailure naming
     the rank if one dies, raises or hangs, and any DistmegaError that a rank raises.
     """
+    require_type("options", options, LauncherOptions, "LauncherOptions")
     timeout_s = read_settings().timeout_s if options.timeout_s is None else options.timeout_s
     launcher = choose_launcher(options.launcher)
-    _check_options(replace(options, launcher=launcher), timeout_s)
+    _check_restarts(options, launcher)
     require_gpus(options, options.num_ranks)
     require_no_import()
     job = Job(
@@ -180,43 +180,10 @@ def is_under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _check_options(options: LauncherOptions, timeout_s: float) -> None:
-    launcher, num_restarts = options.launcher, options.max_restarts
-    if launcher not in LAUNCHERS:
+def _check_restarts(options: LauncherOptions, launcher: str) -> None:
+    if options.max_restarts and launcher == "torchrun":
         raise RequestError(
-            f"launcher {launcher!r}",
-            expected=f"one of auto, {', '.join(LAUNCHERS)}",
-            remedy=f"choose one of these with {argument('launcher')}",
-        )
-    if options.device not in ("auto", *get_args(DeviceKind)):
-        raise RequestError(
-            f"device {options.device!r}",
-            expected=f"one of auto, {', '.join(get_args(DeviceKind))}",
-            remedy="name the kind of device; each rank takes one",
-        )
-    if type(options.num_ranks) is not int or options.num_ranks < 1:
-        raise RequestError(
-            counted(options.num_ranks, "rank"),
-            expected="at least 1",
-            remedy="raise the number of ranks",
-        )
-    timeouts = (timeout_s, options.start_timeout_s)
-    bad_timeouts = [s for s in timeouts if not 0 < s <= MAX_SECONDS]
-    if bad_timeouts:
-        raise RequestError(
-            f"a timeout of {bad_timeouts[0]} s",
-            expected=f"a positive number of seconds, at most {MAX_SECONDS:g}",
-            remedy="correct the timeout",
-        )
-    if type(num_restarts) is not int or num_restarts < 0:
-        raise RequestError(
-            f"{argument('max_restarts')} {num_restarts!r}",
-            expected="a whole number of at least 0",
-            remedy="leave it out for no restart",
-        )
-    if num_restarts and launcher == "torchrun":
-        raise RequestError(
-            f"{counted(num_restarts, 'restart')} with launcher torchrun",
+            f"{counted(options.max_restarts, 'restart')} with launcher torchrun",
             expected="none: torchrun itself starts its ranks again",
             remedy="give --max-restarts to torchrun",
         )
@@ -225,7 +192,7 @@ def _check_options(options: LauncherOptions, timeout_s: float) -> None:
 def _pickle_payload(payload: object) -> bytes:
     try:
         return pickle.dumps(payload)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise RequestError(
             f"a payload of type {type(payload).__name__} ({error})",
             expected="a payload that can be pickled",

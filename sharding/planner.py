@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from distmega.arguments import require_switch, shown
 from distmega.collecting import gc_paused
 from distmega.errors import PlanError
 from distmega.program.gather_early import gather_early
@@ -136,13 +137,13 @@ class _Planner:
         for name, layout in annotations.items():
             if not isinstance(layout, Layout):
                 raise PlanError(
-                    f"annotation {layout!r} of tensor {name!r}",
+                    f"annotation {shown(layout)} of tensor {shown(name)}",
                     expected="a layout",
                     remedy="make it with shard, replicate or stream",
                 )
             if name not in self.tensors:
                 raise PlanError(
-                    f"annotation of tensor {name!r}",
+                    f"annotation of tensor {shown(name)}",
                     expected=f"a tensor of program {self.program.name!r}",
                     remedy="name one of its tensors",
                 )
@@ -391,8 +392,9 @@ def plan_program(
     the plan's `program` then is another one with the same inputs, weights, states, outputs and
     annotated tensors.
     """
-    _check_types(program, mesh, machine, annotations)
+    _check_types(program, mesh, machine, {} if annotations is None else annotations)
     _check_limit(memory_limit_bytes)
+    require_switch("spreads", spreads, error=PlanError)
     start = time.perf_counter()
     found: list[Plan] = []
     for each in _forms(program, mesh, machine, annotations or {}):
@@ -446,7 +448,7 @@ def _check_limit(memory_limit_bytes: object) -> None:
     if memory_limit_bytes is None or (type(memory_limit_bytes) is int and memory_limit_bytes > 0):
         return
     raise PlanError(
-        f"memory_limit_bytes {memory_limit_bytes!r}",
+        f"memory_limit_bytes {shown(memory_limit_bytes)}",
         expected="a whole number of bytes, at least 1",
         remedy="leave it out for no limit",
     )
@@ -458,7 +460,7 @@ def _check_types(program: object, mesh: object, machine: object, annotations: ob
         Program: (program, "call build of the ProgramBuilder"),
         DeviceMesh: (mesh, "give DeviceMesh(tp=2)"),
         Machine: (machine, "give CPU, H100 or H200"),
-        Mapping: (annotations or {}, 'give layouts by tensor name, {"w": shard(0, "tp")}'),
+        Mapping: (annotations, 'give layouts by tensor name, {"w": shard(0, "tp")}'),
     }
     for kind, (given, remedy) in remedies.items():
         if not isinstance(given, kind):

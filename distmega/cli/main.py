@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from distmega import __version__
+from distmega.arguments import require_whole
 from distmega.cli.calibration import calibrate_machine
 from distmega.cli.doctor import examine, gather_facts
 from distmega.cli.explain import (
@@ -44,6 +45,7 @@ from distmega.cli.streams import (
 from distmega.cli.superopt import SuperoptRequest, run_superopt
 from distmega.engine.decode_plan import model_mesh
 from distmega.engine.requests import (
+    MAX_DEGREE,
     EngineOptions,
     ExplainRequest,
     GenerateRequest,
@@ -511,8 +513,8 @@ def _superopt(command: Superopt, console: Console) -> None:
 
 def _launcher_options(ranks: Ranks) -> tuple[LauncherOptions, int]:
     """What the launcher is asked, and the ranks of each stage; the ranks of a stage go together."""
-    if ranks.pp < 1:
-        raise RequestError(f"--pp {ranks.pp}", expected="at least 1", remedy="leave it out")
+    require_whole("tp", ranks.tp, 0, MAX_DEGREE)
+    require_whole("pp", ranks.pp, 1, MAX_DEGREE)
     launcher = choose_launcher(ranks.launcher)
     least = 0 if launcher == "torchrun" else ranks.pp
     num_ranks = choose_num_ranks(launcher, ranks.tp * ranks.pp or least)

@@ -8,11 +8,12 @@ engine.py.
 
 import os
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Set
 from contextlib import closing, contextmanager
 from operator import index
 from typing import TypeVar
 
+from distmega.arguments import shown
 from distmega.engine.ranks.own_process import require_process
 from distmega.errors import RequestError
 
@@ -67,19 +68,23 @@ class Calls:
 
 
 def require_tokens(ids: object, vocab: int) -> list[int]:
-    """Token ids as whole numbers, from 0 to vocab - 1; RequestError for anything else."""
+    """Token ids as whole numbers, from 0 to vocab - 1; RequestError for anything else, and for what
+    holds them in no order, or is a text.
+    """
     try:
-        found = [*map(index, ids)]  # type: ignore[call-overload]
-    except TypeError as error:
+        found = None if isinstance(ids, bytes | Mapping | Set) else [*map(index, ids)]  # type: ignore[call-overload]
+    except (TypeError, RuntimeError):  # of a tensor of several dims
+        found = None
+    if found is None:
         raise RequestError(
-            f"tokens {ids!r:.80}",
+            f"tokens {shown(ids)}",
             expected="whole numbers in a sequence",
             remedy="give what the model's tokenizer gives",
-        ) from error
+        )
     if found and not 0 <= min(found) <= max(found) < vocab:
         wrong = next(token for token in found if not 0 <= token < vocab)
         raise RequestError(
-            f"token {wrong}",
+            f"token {shown(wrong)}",
             expected=f"tokens of 0 to {vocab - 1}",
             remedy="use the model's own tokenizer",
         )

@@ -15,6 +15,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from distmega.arguments import require_switch, require_type, require_whole, shown
 from distmega.engine.calls import Calls, require_tokens
 from distmega.engine.decode_plan import (
     DecodePlan,
@@ -217,6 +218,7 @@ class Engine(OwnProcess):
         prompts, for more than the engine's batch, for a limit below 0, for a sampling that the
         engine was not opened for, and where the caller goes on after another call of the engine.
         """
+        require_switch("ignore_eos", ignore_eos)
         steps = self._calls.uninterrupted(self._steps(prompts, limit, sampling))
         return steps if ignore_eos else _until_ended(steps, self.eos_ids)
 
@@ -259,12 +261,10 @@ class Engine(OwnProcess):
         """Starts a sequence for each prompt in the first slots: their tokens, and the logits as
         Prefills.run gives them.
         """
-        if not prompts or limit < 0:
-            raise RequestError(
-                f"{counted(len(prompts), 'prompt')} and a limit of {counted(limit, 'token')}",
-                expected="a prompt at least, and a limit of 0 (none) or more",
-                remedy="give a prompt, or correct the limit",
-            )
+        _require_prompts(prompts)
+        require_whole("limit", limit, 0)
+        if not prompts:
+            raise RequestError("no prompt", expected="at least one", remedy="give a prompt")
         own = self._sampling[: len(prompts)]
         each = own if sampling is None else sampling_of_each(sampling, len(prompts))
         each += [MOST_LIKELY] * (len(prompts) - len(each))
@@ -336,6 +336,7 @@ class Engine(OwnProcess):
 
     def reseed(self, seed: int) -> None:
         """From now on, decode steps interleave tasks as `seed` says; 0 takes SMs in turn."""
+        require_whole("seed", seed, 0)
         for kernel in self._decode.cpu_kernels.values():
             kernel.interpreter.reseed(seed or None)
 
@@ -352,6 +353,7 @@ class Engine(OwnProcess):
         RequestError, before anything runs, for a slot that the batch hasn't, no tokens, more than
         the cache has positions, and ids outside of the vocabulary.
         """
+        require_whole("slot", slot, 0)
         found, _ = self._run_prefill({slot: (ids, None)}, "none")
         return found[slot]
 
@@ -362,6 +364,7 @@ class Engine(OwnProcess):
         RequestError, before anything runs, for more prompts than slots, and for one that is empty
         or longer than its cache.
         """
+        _require_prompts(prompts)
         given = {slot: (ids, None) for slot, ids in enumerate(prompts)}
         found, _ = self._run_prefill(given, "none")
         return [found[slot] for slot in range(len(prompts))]
@@ -595,23 +598,28 @@ def require_opened(source: object, options: object) -> None:
     """RequestError for a model by name, and for options of another type."""
     if not isinstance(source, ModelSource):
         raise RequestError(
-            f"{source!r:.80} in place of an open model",
+            f"{shown(source)} in place of an open model",
             expected="a ModelSource",
             remedy="give what open_model returns",
         )
     if not isinstance(options, EngineOptions):
         raise RequestError(
-            f"{argument('options')} {options!r:.80}",
+            f"{argument('options')} {shown(options)}",
             expected="EngineOptions",
             remedy="write EngineOptions(max_context=...)",
         )
 
 
+def _require_prompts(prompts: object) -> None:
+    expected = "tokens of each prompt in a list or tuple"
+    require_type("prompts", prompts, (list, tuple), expected, "give them in brackets")
+
+
 def _require_logits(logits: str) -> None:
     """RequestError for what no decode step gives."""
-    if logits not in get_args(Logits):
+    if not isinstance(logits, str) or logits not in get_args(Logits):
         raise RequestError(
-            f"logits={logits!r}",
+            f"logits={shown(logits)}",
             expected=f"one of {', '.join(get_args(Logits))}",
             remedy="leave it out for tokens alone",
         )

@@ -8,6 +8,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from distmega.arguments import (
+    require_number,
+    require_one_of,
+    require_switch,
+    require_texts,
+    require_type,
+    require_whole,
+    shown,
+)
 from distmega.engine.ranks.context import ProgressReport
 from distmega.env import MAX_SECONDS
 from distmega.errors import RequestError, argument
@@ -25,7 +34,6 @@ MAX_BATCH = 4096
 """Sequences that are decoded together."""
 MAX_KERNEL_ROWS = 64
 """Sequences that a decode kernel takes, however slow (kernels/hopper/batch)."""
-MAX_COUNT = 2**31 - 1
 MAX_MEMORY_GB = 1e9
 
 MAX_LOGPROBS = 100
@@ -36,37 +44,6 @@ Events = Literal["overlap", "op"]
 Experts = Literal["auto", "tensor", "expert"]
 ExpertTiles = Literal["torch", "auto", "static", "drained"]
 FinishReason = Literal["length", "eos", "stop"]
-
-
-def _require(name: str, value: int, least: int, most: int = MAX_COUNT) -> None:
-    name = argument(name)
-    if type(value) is not int:
-        raise RequestError(
-            f"{name} {value!r}", expected="a whole number", remedy=f"give {least} or more"
-        )
-    shown = value if value.bit_length() < 64 else f"of {value.bit_length()} bits"
-    if value < least:
-        raise RequestError(
-            f"{name} {shown}", expected=f"at least {least}", remedy=f"raise it to {least} or more"
-        )
-    if value > most:
-        raise RequestError(f"{name} {shown}", expected=f"at most {most}", remedy="lower it")
-
-
-def _require_type(name: str, value: object, kind: type, expected: str) -> None:
-    if not isinstance(value, kind):
-        raise RequestError(
-            f"{argument(name)} {value!r}", expected=expected, remedy="give one of that type"
-        )
-
-
-def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise RequestError(
-            f"{argument(name)} {value!r}",
-            expected=f"one of {', '.join(known)}",
-            remedy="choose one of these",
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,24 +87,23 @@ class EngineOptions:
     kernel_rows: int = 16
 
     def __post_init__(self) -> None:
-        _require("max_context", self.max_context, 0)
-        _require("batch", self.batch, 1, MAX_BATCH)
-        _require("micro_batches", self.micro_batches, 0)
-        _require("max_batched_tokens", self.max_batched_tokens, 1)
-        _require("num_sms", self.num_sms, 1, MAX_NUM_SMS)
-        _require("interleave_seed", self.interleave_seed, 0)
-        _require("kernel_rows", self.kernel_rows, 1, MAX_KERNEL_ROWS)
-        _require_one_of("collectives", self.collectives, get_args(Collectives))
-        _require_one_of("events", self.events, get_args(Events))
-        _require_one_of("experts", self.experts, get_args(Experts))
-        _require_one_of("expert_tiles", self.expert_tiles, get_args(ExpertTiles))
-        in_range = type(self.timeout_s) in (int, float) and 0 < self.timeout_s <= MAX_SECONDS
-        if not in_range:
-            raise RequestError(
-                f"{argument('timeout_s')} {self.timeout_s!r}",
-                expected=f"more than 0, at most {MAX_SECONDS:g}",
-                remedy="choose a number of seconds in that range",
-            )
+        require_whole("max_context", self.max_context, 0)
+        require_whole("batch", self.batch, 1, MAX_BATCH)
+        require_whole("micro_batches", self.micro_batches, 0)
+        require_whole("max_batched_tokens", self.max_batched_tokens, 1)
+        require_whole("num_sms", self.num_sms, 1, MAX_NUM_SMS)
+        require_whole("interleave_seed", self.interleave_seed, 0)
+        require_whole("kernel_rows", self.kernel_rows, 1, MAX_KERNEL_ROWS)
+        require_one_of("collectives", self.collectives, get_args(Collectives))
+        require_one_of("events", self.events, get_args(Events))
+        require_one_of("experts", self.experts, get_args(Experts))
+        require_one_of("expert_tiles", self.expert_tiles, get_args(ExpertTiles))
+        require_number("timeout_s", self.timeout_s, MAX_SECONDS)
+
+
+def _require_model(model: object, options: object) -> None:
+    require_type("model", model, str, "a name or path as text")
+    require_type("options", options, EngineOptions, "EngineOptions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,20 +139,17 @@ class GenerateRequest:
     options: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:
-        _require("tp", self.tp, 1, MAX_DEGREE)
-        _require("pp", self.pp, 1, MAX_DEGREE)
-        _require("max_new_tokens", self.max_new_tokens, 1)
-        _require_type("model", self.model, str, "a name or path as text")
-        _require_type("options", self.options, EngineOptions, "EngineOptions")
-        listed = isinstance(self.prompts, tuple | list)
-        if not listed or not all(isinstance(p, str) for p in self.prompts):
-            raise RequestError(
-                f"prompts {self.prompts!r}", expected="texts in a tuple", remedy='give ("text",)'
-            )
+        require_whole("tp", self.tp, 1, MAX_DEGREE)
+        require_whole("pp", self.pp, 1, MAX_DEGREE)
+        require_whole("max_new_tokens", self.max_new_tokens, 1)
+        _require_model(self.model, self.options)
+        require_switch("chat", self.chat)
+        require_switch("ignore_eos", self.ignore_eos)
+        require_texts("prompts", self.prompts)
         for prompt in self.prompts:
             if not prompt.strip():
                 raise RequestError(
-                    f"prompt {prompt!r} is empty", expected="some text", remedy="give a prompt"
+                    f"prompt {shown(prompt)} is empty", expected="some text", remedy="give a prompt"
                 )
         if not self.prompts:
             raise RequestError("no prompt", expected="at least one", remedy="give a prompt")
@@ -192,11 +165,7 @@ class GenerateRequest:
 
     def _check_answers(self) -> None:
         sampling_of_each(self.sampling, len(self.prompts))
-        listed = isinstance(self.stop, tuple | list)
-        if not listed or not all(isinstance(text, str) for text in self.stop):
-            raise RequestError(
-                f"stop {self.stop!r}", expected="texts in a tuple", remedy='give ("text",)'
-            )
+        require_texts("stop", self.stop)
         if not all(self.stop):
             raise RequestError(
                 f"an empty text in {argument('stop')}",
@@ -204,7 +173,7 @@ class GenerateRequest:
                 remedy="leave it out",
             )
         if self.logprobs is not None:
-            _require("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            require_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +189,10 @@ class ScoreRequest:
     options: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:
-        _require("tp", self.tp, 1, MAX_DEGREE)
-        _require("pp", self.pp, 1, MAX_DEGREE)
+        require_whole("tp", self.tp, 1, MAX_DEGREE)
+        require_whole("pp", self.pp, 1, MAX_DEGREE)
+        require_type("text", self.text, str, "a text")
+        _require_model(self.model, self.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,14 +204,9 @@ class ExplainRequest:
     memory_limit_gb: float = 0.0
 
     def __post_init__(self) -> None:
-        _require("tp", self.tp, 1, MAX_DEGREE)
-        _require("pp", self.pp, 1, MAX_DEGREE)
-        if not 0 <= self.memory_limit_gb <= MAX_MEMORY_GB:
-            raise RequestError(
-                f"{argument('memory_limit_gb')} {self.memory_limit_gb}",
-                expected=f"at least 0, and finite: at most {MAX_MEMORY_GB:g}",
-                remedy="give the memory of a GPU, or 0 for no limit",
-            )
+        require_whole("tp", self.tp, 1, MAX_DEGREE)
+        require_whole("pp", self.pp, 1, MAX_DEGREE)
+        require_number("memory_limit_gb", self.memory_limit_gb, MAX_MEMORY_GB, zero=True)
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -260,9 +226,11 @@ class TraceRequest:
     options: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:
-        _require("tp", self.tp, 1, MAX_DEGREE)
-        _require("num_steps", self.num_steps, 1)
-        _require("position", self.position, 1)
+        require_whole("tp", self.tp, 1, MAX_DEGREE)
+        require_whole("num_steps", self.num_steps, 1)
+        require_whole("position", self.position, 1)
+        require_type("path", self.path, str, "a path as text")
+        _require_model(self.model, self.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from distmega.arguments import is_number, shown
 from distmega.errors import RequestError, argument, counted
 
 MIN_CANDIDATES = 64
@@ -104,7 +105,7 @@ class Sampling:
         ):
             if not fits:
                 raise RequestError(
-                    f"{argument(option)} {value}",
+                    f"{argument(option)} {shown(value)}",
                     expected=expected,
                     remedy="choose a value in that range",
                 )
@@ -118,7 +119,7 @@ class Sampling:
 
     def _check_types(self) -> None:
         for option, value in (("temperature", self.temperature), ("top_p", self.top_p)):
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not is_number(value):
                 raise _bad_type(option, value, "a number")
         for option, value in (("top_k", self.top_k), ("seed", self.seed)):
             if type(value) is not int:
@@ -151,7 +152,7 @@ class Sampling:
 
 def _bad_type(option: str, value: object, expected: str) -> RequestError:
     return RequestError(
-        f"{argument(option)} {value!r}", expected=expected, remedy="give one of that type"
+        f"{argument(option)} {shown(value)}", expected=expected, remedy="give one of that type"
     )
 
 
@@ -164,13 +165,10 @@ Samplings = Sampling | Sequence[Sampling]
 
 def sampling_of_each(samplings: Samplings, num: int) -> list[Sampling]:
     """The sampling of each of `num` sequences; RequestError for another number of them."""
+    _require_samplings(samplings)
     if isinstance(samplings, Sampling):
         return [samplings.at(sequence) for sequence in range(num)]
-    if not isinstance(samplings, Sequence):
-        raise RequestError(
-            f"sampling {samplings!r}", expected="a Sampling, or several", remedy="give one"
-        )
-    if len(samplings) != num or not all(isinstance(one, Sampling) for one in samplings):
+    if len(samplings) != num:
         raise RequestError(
             f"{counted(len(samplings), 'sampling')} of {counted(num, 'sequence')}",
             expected="one Sampling for all, or one for each",
@@ -179,8 +177,21 @@ def sampling_of_each(samplings: Samplings, num: int) -> list[Sampling]:
     return list(samplings)
 
 
+def _require_samplings(samplings: object) -> None:
+    listed = isinstance(samplings, list | tuple) and all(
+        isinstance(each, Sampling) for each in samplings
+    )
+    if not listed and not isinstance(samplings, Sampling):
+        raise RequestError(
+            f"sampling {shown(samplings)}", expected="a Sampling, or several", remedy="give one"
+        )
+
+
 def joint_method(samplings: Samplings) -> Method:
-    """The method of one program that serves all of them, the cheapest there is."""
+    """The method of one program that serves all of them, the cheapest there is. RequestError for
+    what is no Sampling.
+    """
+    _require_samplings(samplings)
     found = [samplings] if isinstance(samplings, Sampling) else samplings
     wanted = [one.method for one in found if one.method.samples]
     if not wanted:

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from distmega.arguments import SHOWN_BITS, require_switch, require_type, shown
 from distmega.errors import ProgramError
 from distmega.program.dtypes import short_dtype
 from distmega.program.ops import attention, data_movement, experts, lookups, norms, opaque, sampling
 from distmega.program.ops import compute as ops
 from distmega.program.ops.parts import Built, bad_op
 from distmega.program.types import (
+    NAMES,
     Attr,
     Op,
     Program,
@@ -84,6 +86,12 @@ class Handle:
             return self.map(text.format("a1"), other)
         if not isinstance(other, int | float):
             return NotImplemented
+        if isinstance(other, int) and other.bit_length() > SHOWN_BITS:
+            raise ProgramError(
+                f"{self.name!r} with a number {shown(other)}",
+                expected=f"one of at most {SHOWN_BITS} bits",
+                remedy="write a larger one as a float",
+            )
         return self.map(text.format(repr(other if type(other) is int else float(other))))
 
 
@@ -134,7 +142,7 @@ class ProgramBuilder:
         """x [..., k] w' of w [n, k], plus a bias [n]: [..., n]. spec: another contraction, by named
         axes, as "m k, h d k -> m h d", or "m k, n k, n -> m n" with a bias.
         """
-        operand = self._own(bias) if bias else None
+        operand = None if bias is None else self._own(bias)
         return self._add(
             ops.linear(self._name(name, "linear"), self._own(x), self._own(w), operand, spec)
         )
@@ -145,7 +153,7 @@ class ProgramBuilder:
         """
         operands = (self._own(a) for a in args)
         name = self._name(name, "pointwise")
-        result = short_dtype(dtype) if dtype else ""
+        result = "" if isinstance(dtype, str) and not dtype else short_dtype(dtype)
         return self._add(ops.pointwise(name, text, *operands, dtype=result))
 
     def reduce(self, x: Handle, dim: int, combine: str = "sum", name: str = "") -> Handle:
@@ -235,7 +243,10 @@ class ProgramBuilder:
         """
         operands = (self._own(q), self._own(k), self._own(v), self._own(positions))
         name = self._name(name, "attention")
-        data = None if packed is None else (self._own(packed[0]), self._own(packed[1]))
+        data = None
+        if packed is not None:
+            sequences, starts = self._all(packed, 2)
+            data = sequences, starts
         return self._add(
             attention.attention(name, *operands, scale, window, in_order, data, softcap)
         )
@@ -254,7 +265,8 @@ class ProgramBuilder:
         [b, h g, m, e]. mask: bool (what may be seen) or floats (added), of four dims, 1 or those of
         [b, h g, m, t]. softcap as of attention.
         """
-        operands = self._own(q), self._own(k), self._own(v), self._own(mask) if mask else None
+        allowed = None if mask is None else self._own(mask)
+        operands = self._own(q), self._own(k), self._own(v), allowed
         return self._add(attention.attend(self._name(name, "attend"), *operands, scale, softcap))
 
     def gather(self, x: Handle, ids: Handle, dim: int, name: str = "") -> Handle:
@@ -285,7 +297,7 @@ class ProgramBuilder:
         host_reads: what the host reads of the device each time, which no CUDA graph can.
         """
         name = self._name(name, "opaque")
-        given = [self._own(x) for x in operands]
+        given = self._all(operands)
         built = opaque.opaque(name, target, call, given, results, host_reads)
         self._add(built)
         return tuple(Handle(self, tensor) for tensor in built[1])
@@ -393,7 +405,7 @@ class ProgramBuilder:
     def set(self, x: Handle, into: Handle | None = None, name: str = "") -> Handle:
         """A copy of x; or overwrites `into`, a state or temporary of x's shape, and gives it."""
         built = data_movement.copy(
-            self._name(name, "set"), self._own(x), self._own(into) if into else None
+            self._name(name, "set"), self._own(x), None if into is None else self._own(into)
         )
         return self._add(built) if into is None else self._overwrite(built[0], into)
 
@@ -409,7 +421,7 @@ class ProgramBuilder:
         name: str = "",
     ) -> Handle:
         """x[start:stop:step] along `dim`; view=True shares storage."""
-        kind = "view" if view else "slice"
+        kind = _view_or("slice", view)
         return self._add(
             data_movement.slice_dim(
                 self._name(name, kind), self._own(x), dim, start, stop, step, kind
@@ -418,15 +430,7 @@ class ProgramBuilder:
 
     def concat(self, xs: Sequence[Handle], dim: int, name: str = "") -> Handle:
         """Joins tensors of one dtype along `dim`; other dims are equal."""
-        if not isinstance(xs, Sequence):
-            raise ProgramError(
-                f"a concat of {type(xs).__name__}",
-                expected="a list or tuple of tensors",
-                remedy="give the tensors in brackets",
-            )
-        return self._add(
-            data_movement.concat(self._name(name, "concat"), [self._own(x) for x in xs], dim)
-        )
+        return self._add(data_movement.concat(self._name(name, "concat"), self._all(xs), dim))
 
     def expand(self, x: Handle, shape: Sequence[int], name: str = "") -> Handle:
         """x repeated along dims of extent 1 and along new dims in front, to `shape`."""
@@ -436,14 +440,14 @@ class ProgramBuilder:
         self, x: Handle, order: Sequence[int], *, view: bool = False, name: str = ""
     ) -> Handle:
         """Dims of x in a new order: dim i is x's dim order[i]; view=True shares storage."""
-        kind = "view" if view else "transpose"
+        kind = _view_or("transpose", view)
         return self._add(data_movement.transpose(self._name(name, kind), self._own(x), order, kind))
 
     def reshape(
         self, x: Handle, shape: Sequence[int], *, view: bool = False, name: str = ""
     ) -> Handle:
         """The same elements, row-major, under another shape; view=True shares storage."""
-        kind = "view" if view else "reshape"
+        kind = _view_or("reshape", view)
         return self._add(data_movement.reshape(self._name(name, kind), self._own(x), shape, kind))
 
     def is_view(self, x: Handle) -> bool:
@@ -464,9 +468,10 @@ class ProgramBuilder:
         return verify_program(program)
 
     def _declare(self, name: str, shape: Sequence[int], dtype: object, role: Role) -> Handle:
-        if not isinstance(shape, Sequence) or not all(type(extent) is int for extent in shape):
+        require_type("name", name, str, NAMES, error=ProgramError)
+        if not isinstance(shape, list | tuple) or not all(type(extent) is int for extent in shape):
             raise ProgramError(
-                f"{role} {name!r} of shape {shape!r}",
+                f"{role} {shown(name)} of shape {shown(shape)}",
                 expected="a list or tuple of whole numbers",
                 remedy="give the extent of each dim",
             )
@@ -481,6 +486,7 @@ class ProgramBuilder:
         return Handle(self, known)
 
     def _name(self, name: str, kind: str) -> str:
+        require_type("name", name, str, NAMES, error=ProgramError)
         name = name or f"{kind}_{len(self._ops)}"
         if name in self._tensors or name in self._ops:
             raise self._taken(name)
@@ -505,6 +511,16 @@ class ProgramBuilder:
                 remedy="declare it with this builder",
             )
         return handle.tensor
+
+    def _all(self, handles: object, num: int | None = None) -> list[Tensor]:
+        """Several operands. num: how many there are to be."""
+        if not isinstance(handles, list | tuple) or num not in (None, len(handles)):
+            raise ProgramError(
+                f"operands in a {type(handles).__name__} in program {self.name!r}",
+                expected=f"a list or tuple of {'' if num is None else f'{num} '}tensors",
+                remedy="give the tensors in brackets",
+            )
+        return [self._own(handle) for handle in handles]
 
     def _group_rows(self, routing: Routing, *sorted_rows: Handle) -> int:
         """The most rows that a group can have. ProgramError where tensors sorted by group have
@@ -547,11 +563,17 @@ class ProgramBuilder:
         return into
 
 
+def _view_or(kind: str, view: object) -> str:
+    """The kind of an op that copies, or may share storage."""
+    require_switch("view", view, error=ProgramError)
+    return "view" if view else kind
+
+
 def _routing(found: object) -> Routing:
     """ProgramError for what route did not give."""
     if not isinstance(found, Routing):
         raise ProgramError(
-            f"routing {found!r:.60}, of type {type(found).__name__}",
+            f"routing {shown(found)}, of type {type(found).__name__}",
             expected="what route gives",
             remedy="call it for the groups' ids first",
         )

@@ -2,6 +2,7 @@
 runs.
 """
 
+from distmega.arguments import shown
 from distmega.errors import ProgramError
 
 ITEM_BYTES: dict[str, int] = {
@@ -27,11 +28,12 @@ def short_dtype(dtype: object) -> str:
     """The short name of a type that is given by it, by torch's name or as a torch.dtype;
     ProgramError for another one.
     """
-    text = str(dtype).removeprefix("torch.")
+    text = dtype if isinstance(dtype, str) else shown(dtype)
+    text = text.removeprefix("torch.")
     name = TORCH_NAMES.get(text, text)
     if name not in ITEM_BYTES:
         raise ProgramError(
-            f"dtype {text!r}",
+            f"dtype {shown(text)}",
             expected=f"one of {', '.join(ITEM_BYTES)}, or a name that torch has for one",
             remedy="convert the tensor to one of these",
         )

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import TypeVar
 
+from distmega.arguments import shown
 from distmega.errors import ProgramError, counted
 from distmega.program.dtypes import INTEGER_BITS, is_integer
 
@@ -191,8 +192,8 @@ def _is_finite_number(value: int | float) -> bool:
 
 
 def _short(text: object) -> str:
-    shown = repr(text[: _SHOWN_CHARS + 1]) if isinstance(text, str) else repr(text)
-    return shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
+    found = repr(text[: _SHOWN_CHARS + 1]) if isinstance(text, str) else shown(text)
+    return found if len(found) <= _SHOWN_CHARS else f"{found[:_SHOWN_CHARS]}..."
 
 
 def _unreadable(text: object, part: str, location: str | None = None) -> ProgramError:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
+from distmega.arguments import shown
 from distmega.errors import ProgramError, counted
 from distmega.program.dtypes import ITEM_BYTES, item_bytes
 from distmega.program.kinds import kind_of
@@ -205,6 +206,9 @@ def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
+MAX_EXTENT = 2**63
+"""Which no extent of a tensor reaches."""
+NAMES = "letters, digits, _ . / @ # - and no keyword"
 _NAME = re.compile(r"\w[\w./@#-]*")
 """Names print as one word; "return" and "program" begin other lines of the printed form."""
 
@@ -214,7 +218,7 @@ def verify_program(program: Program) -> Program:
 
     Raises ProgramError.
     """
-    is_text = isinstance(program.name, str) and program.name != ""
+    is_text = isinstance(program.name, str) and program.name != "" and program.name.isprintable()
     if not is_text or program.name != " ".join(program.name.split()):
         raise _broken(program, "its name", "one line of text, without spaces at its ends")
     tensors = program.tensor_map()
@@ -222,9 +226,10 @@ def verify_program(program: Program) -> Program:
         raise _broken(program, "two tensors share a name", "unique tensor names")
     for tensor in program.tensors:
         _verify_name(program, tensor.name)
-        if tensor.dtype not in ITEM_BYTES or any(extent < 1 for extent in tensor.shape):
+        if tensor.dtype not in ITEM_BYTES or not _are_extents(tensor.shape):
             dtypes = ", ".join(ITEM_BYTES)
-            raise _broken(program, f"{tensor}", f"dims of at least 1 and a dtype of {dtypes}")
+            found = f"{tensor.name!r} of shape {shown(tensor.shape)} and dtype {tensor.dtype}"
+            raise _broken(program, found, f"dims of at least 1 and a dtype of {dtypes}")
     if len({op.name for op in program.ops}) != len(program.ops):
         raise _broken(program, "two ops share a name", "unique op names")
     defined = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
@@ -290,9 +295,13 @@ def _verify_view(program: Program, view: Op) -> None:
     raise _broken(program, f"view {view.name!r} of other operands or axes", expected)
 
 
+def _are_extents(shape: tuple[int, ...]) -> bool:
+    return all(1 <= extent < MAX_EXTENT for extent in shape)
+
+
 def _verify_name(program: Program, name: str) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in ("return", "program"):
-        raise _broken(program, f"name {name!r}", "letters, digits, _ . / @ # - and no keyword")
+        raise _broken(program, f"name {shown(name)}", NAMES)
 
 
 def _verify_axes(program: Program, op: Op) -> None:
@@ -365,4 +374,4 @@ def _verify_groups(program: Program, op: Op, access: Access, index: Index, exten
 def _broken(
     program: Program, found: str, expected: str, remedy: str = "build it with ProgramBuilder"
 ) -> ProgramError:
-    return ProgramError(f"program {program.name!r}: {found}", expected=expected, remedy=remedy)
+    return ProgramError(f"program {shown(program.name)}: {found}", expected=expected, remedy=remedy)

@@ -8,10 +8,11 @@ import difflib
 import errno
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from os import PathLike, fspath
+from os import PathLike, fsdecode
 from pathlib import Path
 from typing import Literal
 
+from distmega.arguments import require_type
 from distmega.errors import ModelError, UnknownModelError
 from distmega.models.decoder import AnyDecoder
 from distmega.models.fields import read_json
@@ -50,7 +51,8 @@ def locate_model(name: str | PathLike[str], *, weights: bool = False) -> Locatio
     Known names win over files of the same name, and these over ids: write ./name for files.
     weights: of an id, fetch these too where they are not cached, not the configuration alone.
     """
-    name = fspath(name)
+    require_type("model", name, (str, PathLike), "a name or a path", error=ModelError)
+    name = fsdecode(name)
     if name in PRESETS:
         return Location(kind="preset", name=name)
     if name in _PACKAGED:

@@ -10,9 +10,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from distmega.arguments import require_type
 from distmega.errors import DistmegaError, RequestError
 from distmega.json_file import parse_json_text
 from distmega.program.text import parse_program, print_program
@@ -78,12 +80,15 @@ def require_writable_rules(path: Path) -> None:
         require_writable(path)
 
 
-def read_rules(path: Path) -> list[RewriteRule]:
+def read_rules(path: str | PathLike[str]) -> list[RewriteRule]:
     """Rules of a file. RequestError if it can't be read, was edited or is from another version."""
+    require_type("path", path, (str, PathLike), "the path of a rules file")
+    path = Path(path)
     try:
         body: Any = parse_json_text(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _refused(path, f"it can't be read ({error})") from error
+        why = getattr(error, "strerror", None) or error
+        raise _refused(path, f"it can't be read ({why})") from error
     if not isinstance(body, dict) or set(body) != {"version", "rules", "digest"}:
         raise _refused(path, "it is no rules file")
     if body["version"] != VERSION:
@@ -100,7 +105,7 @@ def read_rules(path: Path) -> list[RewriteRule]:
 
 def _refused(path: Path, found: str) -> RequestError:
     return RequestError(
-        f"rules file {str(path)!r}: {found}",
+        f"rules file {str(path)!r:.200}: {found}",
         expected="a file as this version's `distmega superopt` writes it",
         remedy="run `distmega superopt` again",
     )

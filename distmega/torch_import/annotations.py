@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
+from distmega.arguments import shown
 from distmega.errors import PlanError
 from distmega.program.types import Program
 from distmega.sharding.layout.placements import Layout
@@ -20,7 +21,7 @@ def match_annotations(program: Program, patterns: Mapping[str, Layout]) -> dict[
     """
     if not isinstance(patterns, Mapping):
         raise PlanError(
-            f"annotations {patterns!r}",
+            f"annotations {shown(patterns)}",
             expected="a mapping of patterns of names to layouts",
             remedy='write {"*.up_proj.weight": shard(0, "tp")}',
         )
@@ -29,7 +30,7 @@ def match_annotations(program: Program, patterns: Mapping[str, Layout]) -> dict[
     for pattern, layout in patterns.items():
         if not isinstance(pattern, str):
             raise PlanError(
-                f"annotation of {pattern!r}",
+                f"annotation of {shown(pattern)}",
                 expected="a pattern of names",
                 remedy='write {"*.up_proj.weight": shard(0, "tp")}',
             )
@@ -38,7 +39,7 @@ def match_annotations(program: Program, patterns: Mapping[str, Layout]) -> dict[
         if not matched:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             raise PlanError(
-                f"annotation of {pattern!r}, which names nothing in {program.name!r}",
+                f"annotation of {shown(pattern)}, which names nothing in {program.name!r}",
                 expected="a weight, state, input or module, * for any part of its name",
                 remedy=f"names are like {', '.join(close or names[:3])}",
             )

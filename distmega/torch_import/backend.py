@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from distmega.arguments import require_type, shown
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import CaptureError
+from distmega.hostir.comm.communicator import require_mesh
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.torch_import.captured import CapturedModule, capture
 from distmega.torch_import.conversion import overlap
@@ -37,14 +39,18 @@ def compile_graph(
     inputs or parameters in the same memory of which the graph overwrites one. CaptureError for
     other options, a mesh without a process group, and gradients.
     """
-    given = dict(options or {})
-    if unknown := sorted({*given} - {*OPTIONS}):
+    if options is not None:
+        expected = "mesh and annotations by name"
+        require_type("options", options, Mapping, expected, "give a dict", error=CaptureError)
+    given = {} if options is None else dict(options)
+    if unknown := [name for name in given if name not in OPTIONS]:
         raise CaptureError(
-            f"option {unknown[0]!r} of torch.compile",
+            f"option {shown(unknown[0])} of torch.compile",
             expected=f"one of {', '.join(OPTIONS)}",
             remedy="leave it out",
         )
     mesh = given.get("mesh", DeviceMesh(tp=1))
+    require_mesh(mesh)
     return _Compiled(graph, mesh, given.get("annotations", {}))
 
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from distmega.arguments import require_switch, require_type, shown
 from distmega.compiled import CompiledProgram
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
 from distmega.engine.ranks.own_process import OwnProcess
 from distmega.errors import CaptureError, ProgramError, RankFailure, RequestError, counted
-from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
+from distmega.hostir.comm.communicator import Communicator, SingleCommunicator, require_mesh
 from distmega.hostir.library.opaque_graph import open_graph
 from distmega.hostir.library.torch_types import (
     NO_MEMORY,
@@ -97,9 +98,9 @@ class Captured:
         """
         return plan_program(
             self.program,
-            mesh or DeviceMesh(tp=1),
+            DeviceMesh(tp=1) if mesh is None else mesh,
             machine,
-            match_annotations(self.program, annotations or {}),
+            match_annotations(self.program, {} if annotations is None else annotations),
             memory_limit_bytes,
         )
 
@@ -116,10 +117,13 @@ class Captured:
         MeshError for a mesh of other ranks than the job's, PlanError as plan, CaptureError for
         weights without values.
         """
-        mesh = mesh or DeviceMesh(tp=1)
-        comm = open_communicator(context, mesh) if context else SingleCommunicator(mesh)
-        device = context.device if context else "cpu"
-        return CapturedModule(self, comm, mesh, device, annotations or {})
+        mesh = DeviceMesh(tp=1) if mesh is None else mesh
+        require_mesh(mesh)
+        layouts = {} if annotations is None else annotations
+        if context is None:
+            return CapturedModule(self, SingleCommunicator(mesh), mesh, "cpu", layouts)
+        comm = open_communicator(context, mesh)
+        return CapturedModule(self, comm, mesh, context.device, layouts)
 
 
 class CapturedModule(OwnProcess):
@@ -140,7 +144,7 @@ class CapturedModule(OwnProcess):
         annotations: Mapping[str, Layout],
     ) -> None:
         self.captured, self._comm, self._mesh = captured, comm, mesh
-        self._device, self._annotations = device, dict(annotations)
+        self._device = device
         _require_values(captured.tensors)
         machine = H200 if torch.device(device).type == "cuda" else CPU
         self.plan = captured.plan(mesh, machine, annotations)
@@ -338,6 +342,10 @@ def capture(
             expected="a tuple of the module's arguments",
             remedy="write capture(module, (x,))",
         )
+    if kwargs is not None:
+        expected = "the module's arguments by name"
+        require_type("kwargs", kwargs, Mapping, expected, "give a dict", error=CaptureError)
+    require_switch("dynamic", dynamic, error=CaptureError)
     require_real_tensors()
     try:
         exported = export_module(module, args, kwargs or {})
@@ -422,11 +430,22 @@ def _torch_type(name: str) -> torch.dtype:
 
 def _signature(flat: Iterable[object]) -> Signature:
     """Shapes and types of the tensors among flat inputs; what else there is, as it prints.
-    CaptureError for a tensor without a shape.
+    CaptureError for a tensor without a shape, and for what can't be printed.
     """
     return tuple(
-        (_shape(x), x.dtype) if isinstance(x, Tensor) else (type(x), repr(x)) for x in flat
+        (_shape(x), x.dtype) if isinstance(x, Tensor) else (type(x), _printed(x)) for x in flat
     )
+
+
+def _printed(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception as error:
+        raise CaptureError(
+            f"an input {shown(value)}, of type {type(value).__name__}",
+            expected="one that can be printed, by which inputs are told apart",
+            remedy="give another, or keep it inside of the module",
+        ) from error
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:
@@ -444,7 +463,7 @@ def _described(values: Sequence[object]) -> str:
     words = (
         f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
         if isinstance(x, Tensor)
-        else repr(x)
+        else shown(x)
         for x in values
     )
     return ", ".join(words) or "none"

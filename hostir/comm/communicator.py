@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distmega.arguments import shown
 from distmega.errors import LostPeerError, MeshError, ProgramError, RankFailure
 from distmega.hostir.comm.collectives import Collectives, CommHandle, Mailbox, copy_into, token
 from distmega.hostir.comm.groups import close_left, close_with, left_groups
@@ -119,18 +120,23 @@ class Communicator(Protocol):
         ...
 
 
-def require_communicator(comm: object, mesh: DeviceMesh) -> None:
-    """ProgramError for what is no communicator, MeshError for one of another mesh, and no mesh."""
+def require_mesh(mesh: object) -> None:
+    """MeshError for what is no DeviceMesh."""
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
-            f"{mesh!r:.80} in place of a mesh",
+            f"{shown(mesh)} in place of a mesh",
             expected="a DeviceMesh",
             remedy="give DeviceMesh(tp=1) for one rank",
         )
+
+
+def require_communicator(comm: object, mesh: DeviceMesh) -> None:
+    """ProgramError for what is no communicator, MeshError for one of another mesh, and no mesh."""
+    require_mesh(mesh)
     its_mesh = getattr(comm, "mesh", None)
     if not isinstance(its_mesh, DeviceMesh):
         raise ProgramError(
-            f"{comm!r:.80} in place of a communicator",
+            f"{shown(comm)} in place of a communicator",
             expected="how this rank reaches the others of the mesh",
             remedy="call compile_plan with the context that launch gives to each rank, or give "
             "SingleCommunicator(mesh) for one rank",

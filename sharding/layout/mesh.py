@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from distmega.arguments import shown
 from distmega.errors import MeshError, counted
 
 Nested = int | Sequence["Nested"]
 
 MAX_RANKS = 65_536
+MAX_DEPTH = 16
+"""Of lists of ranks, in which each level is an axis."""
 _TEXT = re.compile(r"mesh\(([^)]*)\)(?: on (\d{1,9}(?:,\d{1,9})*))?$")
 _NAME = r"[A-Za-z_]\w*"
 _AXIS = re.compile(rf"({_NAME})=(\d{{1,9}})$")
@@ -44,8 +47,9 @@ class DeviceMesh:
         MeshError where the lists are no rectangle, or a rank comes twice.
         """
         shape, flat = _flatten(ranks)
-        if len(shape) != len(names):
-            raise _bad(f"{len(names)} axis names {list(names)} for ranks {ranks}", f"{len(shape)}")
+        if not isinstance(names, tuple | list) or len(shape) != len(names):
+            found = f"axis names {shown(names)} for ranks {shown(ranks)}"
+            raise _bad(found, counted(len(shape), "name"))
         mesh = cls.__new__(cls)
         mesh._fill(tuple(zip(names, shape, strict=True)), flat)
         return mesh
@@ -53,11 +57,11 @@ class DeviceMesh:
     @classmethod
     def parse(cls, text: str) -> "DeviceMesh":
         """Reads str(mesh) back; MeshError if it does not fit."""
-        match = _TEXT.match(text)
+        match = _TEXT.match(text) if isinstance(text, str) else None
         parts = [part.strip() for part in match[1].split(",")] if match and match[1] else []
         found = [_AXIS.match(part) for part in parts]
         if match is None or not all(found):
-            raise _bad(f"mesh text {text!r}", "text such as 'mesh(dp=2, tp=4)'")
+            raise _bad(f"mesh text {shown(text)}", "text such as 'mesh(dp=2, tp=4)'")
         axes = tuple((axis[1], int(axis[2])) for axis in found if axis)
         mesh = cls.__new__(cls)
         mesh._fill(axes, tuple(map(int, match[2].split(","))) if match[2] else None)
@@ -67,9 +71,10 @@ class DeviceMesh:
         """given: ranks in order of their coordinates; None for 0, 1, 2 ..."""
         for name, size in axes:
             if not isinstance(name, str) or not re.fullmatch(_NAME, name):
-                raise _bad(f"mesh axis {name!r}", "a name of letters, digits and _")
+                raise _bad(f"mesh axis {shown(name)}", "a name of letters, digits and _")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise _bad(f"size {size!r} of mesh axis {name!r}", "a whole number of at least 1")
+                found = f"size {shown(size)} of mesh axis {name!r}"
+                raise _bad(found, "a whole number of at least 1")
         if len({name for name, _ in axes}) != len(axes):
             raise _bad(f"axis names {[name for name, _ in axes]}", "different names")
         count = math.prod(size for _, size in axes)
@@ -105,14 +110,14 @@ class DeviceMesh:
     def size(self, axis: str) -> int:
         """Ranks along one axis."""
         sizes = dict(self.axes)
-        if axis not in sizes:
-            raise _bad(f"mesh axis {axis!r}", f"one of {list(sizes)}")
+        if not isinstance(axis, str) or axis not in sizes:
+            raise _bad(f"mesh axis {shown(axis)}", f"one of {list(sizes)}")
         return sizes[axis]
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Position of a rank by axis name."""
-        if rank not in self.ranks:
-            raise _bad(f"rank {rank}", f"one of {list(self.ranks)}")
+        if type(rank) is not int or rank not in self.ranks:
+            raise _bad(f"rank {shown(rank)}", f"one of {list(self.ranks)}")
         position, found = self.ranks.index(rank), {}
         for name, size in reversed(self.axes):
             position, found[name] = divmod(position, size)
@@ -126,8 +131,8 @@ class DeviceMesh:
     def part(self, axis: str, index: int) -> "DeviceMesh":
         """The mesh without one axis: the ranks whose coordinate along it is `index`."""
         size = self.size(axis)
-        if not 0 <= index < size:
-            raise _bad(f"coordinate {index} along mesh axis {axis!r}", f"0 to {size - 1}")
+        if type(index) is not int or not 0 <= index < size:
+            raise _bad(f"coordinate {shown(index)} along mesh axis {axis!r}", f"0 to {size - 1}")
         mesh = DeviceMesh.__new__(DeviceMesh)
         mesh._fill(
             tuple((name, size) for name, size in self.axes if name != axis),
@@ -147,15 +152,15 @@ class DeviceMesh:
         return tuple(self.ranks[first + i * stride] for i in range(size))
 
 
-def _flatten(ranks: Nested) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _flatten(ranks: Nested, depth: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and row-major elements of a nested list."""
     if type(ranks) is int:
         return (), (ranks,)
-    if isinstance(ranks, int | str) or not isinstance(ranks, Sequence) or not ranks:
-        raise _bad(f"ranks {ranks}", "a rectangular nested list of ranks")
-    parts = [_flatten(part) for part in ranks]
+    if not isinstance(ranks, list | tuple | range) or not ranks or depth > MAX_DEPTH:
+        raise _bad(f"ranks {shown(ranks)}", "a rectangular nested list of ranks")
+    parts = [_flatten(part, depth + 1) for part in ranks]
     if any(shape != parts[0][0] for shape, _ in parts):
-        raise _bad(f"ranks {ranks}", "a rectangular nested list of ranks")
+        raise _bad(f"ranks {shown(ranks)}", "a rectangular nested list of ranks")
     return (len(parts), *parts[0][0]), tuple(rank for _, flat in parts for rank in flat)
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from distmega.arguments import shown
 from distmega.errors import PlanError, counted
 from distmega.program.types import Tensor
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -119,7 +120,7 @@ class Layout:
         mesh axis or cut chunks in two ways.
         """
         if not isinstance(other, Layout):
-            found = f"layout [{self}] joined with {other!r}"
+            found = f"layout [{self}] joined with {shown(other)}"
             remedy = "join what shard, replicate and stream give"
             raise PlanError(found, expected="another layout", remedy=remedy)
         ours, theirs = dict(self.placements), dict(other.placements)
@@ -165,6 +166,8 @@ class Layout:
 
 
 REPLICATED = Layout()
+MOST = 2**31
+"""Which no dim and no number of chunks reaches."""
 
 
 def shard(dim: int, axis: str) -> Layout:
@@ -172,7 +175,7 @@ def shard(dim: int, axis: str) -> Layout:
 
     PlanError unless these are a whole number and a name.
     """
-    _require(f"shard({dim!r}, {axis!r})", dim, axis=axis)
+    _require(f"shard({shown(dim)}, {shown(axis)})", dim, axis=axis)
     return Layout(((axis, Shard(dim)),))
 
 
@@ -190,13 +193,13 @@ def stream(dim: int, num: int, *, ring: str = "") -> Layout:
     becomes a ring of sends and receives beside the work on each part. PlanError unless these are
     two whole numbers and a name.
     """
-    _require(f"stream({dim!r}, {num!r}, ring={ring!r})", dim, num, axis=ring)
+    _require(f"stream({shown(dim)}, {shown(num)}, ring={shown(ring)})", dim, num, axis=ring)
     return Layout(chunks=Chunks(dim, num, ring), is_open=True)
 
 
 def _require(found: str, *numbers: object, axis: object) -> None:
-    """PlanError unless the numbers are whole and the mesh axis is a name."""
-    if not all(type(number) is int for number in numbers):
+    """PlanError unless the numbers are whole, as dims and chunks are, and the axis is a name."""
+    if not all(type(number) is int and abs(number) < MOST for number in numbers):
         raise PlanError(
             found, expected="whole numbers", remedy="count dims and chunks from 0 and 1"
         )

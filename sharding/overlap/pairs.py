@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from distmega.arguments import require_one_of, require_switch, require_whole, shown
 from distmega.errors import PlanError, counted
 from distmega.program.dtypes import item_bytes
 from distmega.program.kinds import kind_of
@@ -42,12 +43,10 @@ class Overlap:
     peer_copies: bool = False
 
     def __post_init__(self) -> None:
-        if self.way and self.way not in get_args(Way):
-            raise PlanError(
-                f"overlap {self.way!r}",
-                expected=f"one of {', '.join(get_args(Way))}",
-                remedy="leave it out to let the cost model choose",
-            )
+        if not isinstance(self.way, str) or self.way:
+            require_one_of("overlap", self.way, get_args(Way), error=PlanError)
+        require_whole("num_chunks", self.num_chunks, 0, error=PlanError)
+        require_switch("peer_copies", self.peer_copies, error=PlanError)
         if self.num_chunks and (self.num_chunks < 2 or self.way != "chunks"):
             raise PlanError(
                 f"{counted(self.num_chunks, 'chunk')} with overlap {self.way!r}",
@@ -275,10 +274,10 @@ def choose_overlaps(
     """
     wanted = asked if isinstance(asked, Mapping) else {}
     default = CHEAPEST if isinstance(asked, Mapping) else asked
-    missing = sorted(wanted.keys() - {pair.result for pair in pairs})
+    missing = wanted.keys() - {pair.result for pair in pairs}
     if missing or (_as_overlap(default).way not in ("", "sequential") and not pairs):
         raise PlanError(
-            f"overlap {asked!r}",
+            f"overlap {shown(asked)}",
             expected="a matmul whose operand is gathered, or whose result is summed over ranks, "
             f"for it alone; there are {[pair.result for pair in pairs]}",
             remedy="leave overlap out",

@@ -213,5 +213,5 @@ def test_what_is_no_communicator_is_refused():
 def test_a_switch_is_true_or_false(name: str):
     plan = compile_sum().plan
     for value in None, 1, "no", torch.tensor(True):
-        with pytest.raises(ProgramError, match=f"{name}=.*; expected True or False"):
+        with pytest.raises(ProgramError, match=rf"^{name} .*; expected True or False"):
             CompiledProgram(plan, SingleCommunicator(plan.mesh), **{name: value})

@@ -192,7 +192,7 @@ def test_a_signal_ends_all_ranks_at_once_and_quietly(number: signal.Signals, cod
         (["nosuch", "x"], "no such model: 'nosuch'; expected a path"),
         (["smollm2", " "], "prompt ' ' is empty"),
         (["smollm2", "x", "--tp", "18"], "tp=18 can't divide attention .* use tp=17 or less"),
-        (["smollm2", "x", "--tp", "-1"], "--tp -1; expected at least 1"),
+        (["smollm2", "x", "--tp", "-1"], "--tp -1; expected at least 0"),
         (["smollm2", "x", "--pp", "0"], "--pp 0; expected at least 1"),
         (["smollm2", "x", "--pp", "9", "--tp", "18"], "tp=18 can't divide attention"),
         (

@@ -271,8 +271,8 @@ def test_an_engine_names_what_it_can_not_do(monkeypatch):
     for call, message in (
         (lambda: engine.generate([source.config.vocab]), "token 288; expected tokens of 0 to 287"),
         (lambda: engine.generate([-1]), "token -1; expected tokens of 0 to 287"),
-        (lambda: engine.generate([1], -1), "1 prompt and a limit of -1 tokens"),
-        (lambda: engine.generate_all([]), "0 prompts and a limit of 0 tokens"),
+        (lambda: engine.generate([1], -1), "^limit -1; expected at least 0"),
+        (lambda: engine.generate_all([]), "no prompt; expected at least one"),
     ):
         with pytest.raises(RequestError, match=message):
             next(call())

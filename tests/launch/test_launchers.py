@@ -11,7 +11,7 @@ import pytest
 from distmega.env import Settings, read_settings
 from distmega.errors import LaunchError, RequestError
 from distmega.launch import launchers
-from distmega.launch.contract import LauncherOptions
+from distmega.launch.contract import LauncherOptions, RayOptions
 from distmega.launch.launchers import choose_device, launch
 
 
@@ -22,12 +22,18 @@ from distmega.launch.launchers import choose_device, launch
             {"launcher": "slurm"},
             "launcher 'slurm'; expected one of auto, local, torch",
         ),
-        ({"num_ranks": 0}, "0 ranks; expected at least 1; raise"),
-        ({"num_ranks": "2"}, "2 ranks; expected at least 1; raise"),
-        ({"device": "tpu"}, "device 'tpu'; expected one of auto, cpu, cuda; name"),
-        ({"timeout_s": -1.0}, "a timeout of -1.0 s; expected a positive"),
-        ({"start_timeout_s": 0.0}, "a timeout of 0.0 s; expected a positive"),
-        ({"max_restarts": -1}, "max_restarts -1; expected a whole number of at least 0"),
+        ({"num_ranks": 0}, "num_ranks 0; expected at least 1; raise"),
+        ({"num_ranks": "2"}, "num_ranks '2'; expected a whole number"),
+        ({"num_ranks": True}, "num_ranks True; expected a whole number"),
+        ({"num_ranks": 10**5000}, "num_ranks of 16610 bits; expected at most 65536"),
+        ({"device": "tpu"}, "device 'tpu'; expected one of auto, cpu, cuda; choose"),
+        ({"device": "tpu" * 10**6}, "device 'tputpu"),
+        ({"timeout_s": -1.0}, "timeout_s -1.0; expected more than 0"),
+        ({"timeout_s": "60"}, "timeout_s '60'; expected more than 0"),
+        ({"start_timeout_s": 0.0}, "start_timeout_s 0.0; expected more than 0"),
+        ({"start_timeout_s": None}, "start_timeout_s None; expected more than 0"),
+        ({"max_restarts": -1}, "max_restarts -1; expected at least 0"),
+        ({"ray": {}}, "ray {}; expected RayOptions"),
         ({"max_restarts": 1, "launcher": "torchrun"}, "give --max-restarts to torchrun"),
     ],
 )
@@ -35,6 +41,32 @@ def test_bad_options_are_refused_at_once(options: dict[str, object], message: st
     with pytest.raises(RequestError) as refusal:
         launch("module:function", None, LauncherOptions(**options))
     assert message in str(refusal.value)
+    assert len(str(refusal.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "pack"}, "strategy 'pack'; expected one of PACK, STRICT_PACK"),
+        ({"cpus_per_rank": -1}, "cpus_per_rank -1; expected at least 0"),
+        ({"cpus_per_rank": "1"}, "cpus_per_rank '1'; expected at least 0"),
+        ({"ranks_per_bundle": 0}, "ranks_per_bundle 0; expected at least 1"),
+        ({"ranks_per_bundle": 1.0}, "ranks_per_bundle 1.0; expected a whole number"),
+        ({"placement_timeout_s": float("nan")}, "placement_timeout_s nan; expected more than 0"),
+    ],
+)
+def test_bad_options_of_ray_are_refused_when_they_are_made(
+    options: dict[str, object], message: str
+):
+    with pytest.raises(RequestError, match=f"^{message}"):
+        RayOptions(**options)
+    assert RayOptions(cpus_per_rank=0).cpus_per_rank == 0
+
+
+@pytest.mark.parametrize("options", [None, {}, "local", LauncherOptions])
+def test_what_are_no_options_is_refused(options: object):
+    with pytest.raises(RequestError, match=r"^options .*; expected LauncherOptions"):
+        launch("module:function", None, options)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def test_a_value_is_no_tensor_of_a_program():
 def test_a_malformed_declaration_is_named_when_built(shape: tuple[int, ...], dtype: str):
     p = ProgramBuilder("p")
     p.input("x", shape, dtype)
-    with pytest.raises(ProgramError, match="name='x'"):
+    with pytest.raises(ProgramError, match="'x' of shape"):
         p.build()
 
 
@@ -192,7 +192,10 @@ MISUSES: dict[str, tuple[Misuse, str]] = {
     "an extent that is a float": (lambda p, x: p.reshape(x, (8.0,)), "extent 8.0; expected"),
     "an eps that is text": (lambda p, x: p.layer_norm(x, None, None, "1"), "eps '1'; expected a f"),
     "a spec that is no text": (lambda p, x: p.linear(x, x, spec=5), "spec 5; expected text"),
-    "a concat of one tensor": (lambda p, x: p.concat(x, 0), "a concat of Handle; expected a list"),
+    "a concat of one tensor": (
+        lambda p, x: p.concat(x, 0),
+        "operands in a Handle in program 'p'; expected a list",
+    ),
     "a name that is no text": (lambda p, x: p.build(p.input(5, (2,))), "name 5; expected letters"),
     "the value of no choice": (
         lambda p, x: p.value_of(x),

@@ -21,8 +21,8 @@ from tests.repo.source import (
     python_files,
 )
 
-BOTTOM = ("distmega.program", "distmega.errors", "distmega.env", "distmega.collecting",
-          "distmega.folders", "distmega.json_file", "distmega.lazy",
+BOTTOM = ("distmega.program", "distmega.arguments", "distmega.errors", "distmega.env",
+          "distmega.collecting", "distmega.folders", "distmega.json_file", "distmega.lazy",
           "distmega.trace_file", "distmega.whole_file")  # fmt: skip
 """What sharding may stand on; the rest of distmega/ is the top half, above kernels."""
 

@@ -1,9 +1,14 @@
 """How the ranks of a job reach each other: a RankContext and a mesh in, a Communicator out."""
 
-from distmega.engine.ranks.context import RankContext
+from distmega.engine.ranks.context import RankContext, require_context
 from distmega.engine.ranks.devices import find_device
 from distmega.errors import MeshError, counted
-from distmega.hostir.comm.communicator import Communicator, GlooCommunicator, SingleCommunicator
+from distmega.hostir.comm.communicator import (
+    Communicator,
+    GlooCommunicator,
+    SingleCommunicator,
+    require_mesh,
+)
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.comm.nccl_native import NativeNccl
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -20,9 +25,11 @@ def open_communicator(
     bound on a wait for another CPU rank inside a program. native: NCCL takes sums itself, which
     costs less than summing in rank order.
 
-    MeshError for a mesh that is not of the job's ranks, RequestError for a device that this machine
-    hasn't.
+    MeshError for a mesh that is not of the job's ranks, ProgramError for what is no RankContext,
+    RequestError for a device that this machine hasn't.
     """
+    require_context(context)
+    require_mesh(mesh)
     if sorted(mesh.ranks) != list(range(context.world_size)):
         raise MeshError(
             f"{mesh} in a job of {counted(context.world_size, 'rank')}",

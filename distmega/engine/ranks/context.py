@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from distmega.errors import RequestError
+from distmega.arguments import shown
+from distmega.errors import ProgramError, RequestError
 
 Backend = Literal["gloo", "nccl"]
 DeviceKind = Literal["cpu", "cuda"]
@@ -59,11 +60,24 @@ class RankContext:
             ("local_rank", self.local_rank, self.local_world_size),
         ):
             if type(number) is not int or type(size) is not int or not 0 <= number < size:
-                raise _bad(f"{name} {number!r} of {size!r}", "whole numbers, ranks from 0")
-        if self.backend not in get_args(Backend):
-            raise _bad(f"backend {self.backend!r}", f"one of {', '.join(get_args(Backend))}")
+                found = f"{name} {shown(number)} of {shown(size)}"
+                raise _bad(found, "whole numbers, ranks from 0")
+        if not isinstance(self.node, str):
+            raise _bad(f"node {shown(self.node)}", "its name as text")
+        if not isinstance(self.backend, str) or self.backend not in get_args(Backend):
+            raise _bad(f"backend {shown(self.backend)}", f"one of {', '.join(get_args(Backend))}")
         if not isinstance(self.device, str) or not DEVICE_NAME.fullmatch(self.device):
-            raise _bad(f"device {self.device!r}", "cpu or cuda:i")
+            raise _bad(f"device {shown(self.device)}", "cpu or cuda:i")
+
+
+def require_context(context: object) -> None:
+    """ProgramError for what is no RankContext."""
+    if not isinstance(context, RankContext):
+        raise ProgramError(
+            f"{type(context).__name__} in place of a RankContext",
+            expected="the place of this rank in its job",
+            remedy="pass on the context that launch gives to each rank",
+        )
 
 
 def _bad(found: str, expected: str) -> RequestError:

@@ -2,15 +2,17 @@
 
 import torch
 
+from distmega.arguments import shown
 from distmega.engine.ranks.context import DEVICE_NAME
 from distmega.errors import RequestError, counted
 
 
 def find_device(name: str) -> torch.device:
     """ "cpu", or the GPU "cuda:i" of this machine; RequestError for any other."""
-    if not DEVICE_NAME.fullmatch(str(name)):
+    named = isinstance(name, str | torch.device)
+    if not named or not DEVICE_NAME.fullmatch(str(name)):
         raise RequestError(
-            f"device {name!r:.80}",
+            f"device {shown(name)}",
             expected="cpu or cuda:i",
             remedy="name where this rank's tensors are",
         )

@@ -16,13 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distmega.arguments import require_whole
 from distmega.engine.decode_plan import model_mesh, require_positions
 from distmega.engine.engine import Engine, require_opened
 from distmega.engine.ranks.answers import GrowingAnswer
 from distmega.engine.ranks.communicators import open_communicator
-from distmega.engine.ranks.context import Emit, RankContext
+from distmega.engine.ranks.context import Emit, RankContext, require_context
 from distmega.engine.ranks.trace_summary import summarise
 from distmega.engine.requests import (
+    MAX_DEGREE,
     Doing,
     EngineOptions,
     GenerateRequest,
@@ -218,6 +220,9 @@ def open_engine(
     RequestError for another number of ranks and for a source that isn't open; else as Engine.
     """
     require_opened(source, options)
+    require_context(context)
+    require_whole("tp", tp, 1, MAX_DEGREE)
+    require_whole("pp", pp, 1, MAX_DEGREE)
     if tp * pp != context.world_size:
         raise RequestError(
             f"{counted(pp, 'stage')} of {counted(tp, 'tensor-parallel rank')} in a job of"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from distmega.arguments import shown
 from distmega.errors import ProgramError, counted
 from distmega.program.kinds import (
     Coordinate,
@@ -135,6 +136,8 @@ def attention(
     window = whole_number(name, "window", window)
     if window < 0:
         raise bad_op(name, f"window {window}", "at least 0, which is none", "change window")
+    if not isinstance(in_order, bool):
+        raise bad_op(name, f"in_order {shown(in_order)}", "True or False", "change in_order")
     require_floats(name, q)
     require_integers(name, positions)
     axes = [Axis(name=n, extent=x) for n, x in (("m", m), ("h", h), ("g", g), ("e", e))]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+from distmega.arguments import shown
 from distmega.errors import counted
 from distmega.program import expr
 from distmega.program.dtypes import is_integer
@@ -32,6 +33,7 @@ from distmega.program.ops.parts import (
     bad_op,
     index,
     inexact_integers,
+    known_word,
     make_op,
     normal_dim,
     require_factors,
@@ -52,7 +54,9 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None = None, spec: st
     """
     tensors = [x, w] if bias is None else [x, w, bias]
     require_factors(name, x, tensors[1:])
-    operands, out_axes = _parse_spec(name, spec or _default_spec(x, w, bias), len(tensors))
+    by_default = isinstance(spec, str) and not spec
+    spec = _default_spec(x, w, bias) if by_default else spec
+    operands, out_axes = _parse_spec(name, spec, len(tensors))
     extents: dict[str, int] = {}
     for tensor, group in zip(tensors, operands, strict=True):
         if len(group) != len(tensor.shape):
@@ -73,11 +77,11 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None = None, spec: st
 def _parse_spec(name: str, spec: str, num_operands: int) -> tuple[list[list[str]], list[str]]:
     """Axis names of each operand, and of the output."""
     if not isinstance(spec, str):
-        raise bad_op(name, f"spec {spec!r}", 'text, as "m k, n k -> m n"', "change spec")
+        raise bad_op(name, f"spec {shown(spec)}", 'text, as "m k, n k -> m n"', "change spec")
     left, arrow, right = spec.partition("->")
     operands, out_axes = [part.split() for part in left.split(",")], right.split()
     if not arrow or len(operands) != num_operands:
-        found = f"spec {spec!r} for {counted(num_operands, 'operand')}"
+        found = f"spec {shown(spec)} for {counted(num_operands, 'operand')}"
         raise bad_op(name, found, "one comma-separated group an operand and '->'")
     for group in (*operands, out_axes):
         if len(set(group)) != len(group) or not all(axis.isidentifier() for axis in group):
@@ -133,8 +137,7 @@ def pointwise(name: str, text: str, *args: Tensor, dtype: str = "") -> Built:
 def reduce(name: str, x: Tensor, dim: int, combine: str = "sum") -> Built:
     """Combines one dim away with "sum", "max" or "min"."""
     dim = normal_dim(name, x, dim)
-    if combine not in ("sum", "max", "min"):
-        raise bad_op(name, f"combine {combine!r}", "sum, max or min", "choose one of these")
+    combine = known_word(name, "combine", combine, ("sum", "max", "min"))
     names = axis_names("i", len(x.shape))
     axes = [Axis(name=n, extent=e) for n, e in zip(names, x.shape, strict=True)]
     axes[dim] = Axis(name=names[dim], extent=x.shape[dim], role="reduce", combine=combine)

@@ -21,6 +21,7 @@ from distmega.program.ops.parts import (
     make_op,
     normal_dim,
     whole_number,
+    whole_number_list,
 )
 from distmega.program.types import Access, Axis, Index, Op, Tensor
 
@@ -101,7 +102,7 @@ def concat(name: str, xs: Sequence[Tensor], dim: int) -> Built:
 
 def expand(name: str, x: Tensor, shape: Sequence[int]) -> Built:
     """x repeated along dims of extent 1 and along new dims in front, to `shape`."""
-    shape = [whole_number(name, "extent", extent) for extent in shape]
+    shape = whole_number_list(name, "extent", shape)
     behind = shape[len(shape) - len(x.shape) :]
     fits = len(shape) >= len(x.shape) and all(
         mine in (1, wanted) for mine, wanted in zip(x.shape, behind, strict=True)
@@ -119,10 +120,11 @@ def expand(name: str, x: Tensor, shape: Sequence[int]) -> Built:
 
 def transpose(name: str, x: Tensor, order: Sequence[int], kind: str = "transpose") -> Built:
     """Dims of x in a new order: out dim i is x dim order[i]. kind "view" shares x's storage."""
+    order = whole_number_list(name, "dim", order)
     if sorted(order) != list(range(len(x.shape))):
         raise bad_op(
             name,
-            f"order {list(order)} for {counted(len(x.shape), 'dim')}",
+            f"order {order} for {counted(len(x.shape), 'dim')}",
             "a permutation of the dims",
         )
     names = axis_names("i", len(x.shape))
@@ -135,7 +137,7 @@ def transpose(name: str, x: Tensor, order: Sequence[int], kind: str = "transpose
 
 def reshape(name: str, x: Tensor, shape: Sequence[int], kind: str = "reshape") -> Built:
     """Same elements in row-major order under another shape. kind "view" shares x's storage."""
-    shape = [whole_number(name, "extent", extent) for extent in shape]
+    shape = whole_number_list(name, "extent", shape)
     if math.prod(shape) != x.num_elements or min(shape, default=1) < 1:
         raise bad_op(
             name,

@@ -22,9 +22,11 @@ from distmega.program.ops.parts import (
     bad_op,
     index,
     inexact_integers,
+    known_word,
     make_op,
     require_factors,
     require_integers,
+    whole_number,
 )
 from distmega.program.types import Access, Axis, Index, Op, Tensor
 
@@ -38,15 +40,14 @@ def top_k(name: str, x: Tensor, num: int, weights: Weighing = "softmax") -> Buil
 
     Computed in fp32 or wider. A weight that is not a number is an error when the op runs.
     """
-    if len(x.shape) != 2 or type(num) is not int or not 1 <= num <= x.shape[-1]:
-        found = f"the {num!r} largest of rows of shape {x.shape}"
+    num = whole_number(name, "num", num)
+    if len(x.shape) != 2 or not 1 <= num <= x.shape[-1]:
+        found = f"the {num} largest of rows of shape {x.shape}"
         remedy = "choose at most as many experts per token as there are experts"
         raise bad_op(name, found, "x [m, e] and at least 1, at most e of them", remedy)
     if is_integer(x.dtype):
         raise bad_op(name, f"scores of dtype {x.dtype}", "a dtype of floats")
-    if weights not in get_args(Weighing):
-        found = f"weights {weights!r}"
-        raise bad_op(name, found, f"one of {', '.join(get_args(Weighing))}", "choose one of these")
+    known_word(name, "weights", weights, get_args(Weighing))
     rows, extent = x.shape
     axes = [Axis(name="m", extent=rows), Axis(name="e", extent=extent, role="reduce")]
     axes.append(Axis(name="c", extent=num, role="scatter"))
@@ -69,8 +70,9 @@ def route(name: str, ids: Tensor, num_groups: int, num_rows: Tensor | None = Non
     each pair. Each row names a group at most once. Ids outside of the groups are an error when the
     op runs.
     """
-    if len(ids.shape) != 2 or type(num_groups) is not int or not ids.shape[1] <= num_groups:
-        found = f"ids {ids.shape} of {num_groups!r} groups"
+    num_groups = whole_number(name, "num_groups", num_groups)
+    if len(ids.shape) != 2 or not ids.shape[1] <= num_groups:
+        found = f"ids {ids.shape} of {num_groups} groups"
         raise bad_op(name, found, "[m, c] and at least c groups")
     require_integers(name, ids)
     rows, num = ids.shape

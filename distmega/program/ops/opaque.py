@@ -6,9 +6,18 @@ whole, so no rank divides it. `hostir/library/opaque.py` runs it.
 
 from collections.abc import Sequence
 
+from distmega.arguments import shown
 from distmega.errors import counted
+from distmega.program.dtypes import short_dtype
 from distmega.program.kinds import OpKind, define
-from distmega.program.ops.parts import Built, access, axis_names, bad_op, make_op
+from distmega.program.ops.parts import (
+    Built,
+    access,
+    axis_names,
+    bad_op,
+    make_op,
+    whole_number_list,
+)
 from distmega.program.types import Access, Axis, AxisRole, Tensor
 
 
@@ -27,10 +36,13 @@ def opaque(
     library's opaque.py). results: shape and dtype of each; outputs are [name], [name].1, ...
     host_reads: what the host reads of the device each time, "" for nothing.
     """
+    for what, text in (("target", target), ("call", call), ("host_reads", host_reads)):
+        if not isinstance(text, str):
+            raise bad_op(name, f"{what} {shown(text)}", "a text")
+    results = _results(name, results)
     if not results or any(not 1 <= each.count(".") <= 2 for each in target.split(", ")):
-        raise bad_op(
-            name, f"{target!r} with {counted(len(results), 'result')}", "ns.operator.overload, one"
-        )
+        found = f"{shown(target)} with {counted(len(results), 'result')}"
+        raise bad_op(name, found, "ns.operator.overload, one")
     axes: list[Axis] = []
 
     def whole(tensor: Tensor, prefix: str, role: AxisRole) -> Access:
@@ -47,6 +59,19 @@ def opaque(
     writes = [whole(y, f"w{position}_", "scatter") for position, y in enumerate(outs)]
     more = {"host_reads": host_reads} if host_reads else {}
     return make_op(name, "opaque", axes, reads, writes, target=target, call=call, **more), outs
+
+
+def _results(name: str, given: object) -> list[tuple[tuple[int, ...], str]]:
+    """The shape and the dtype of each; ProgramError for what is no list or tuple of both."""
+    pairs = isinstance(given, list | tuple) and all(
+        isinstance(each, list | tuple) and len(each) == 2 for each in given
+    )
+    if not isinstance(given, list | tuple) or not pairs:
+        raise bad_op(name, f"results {shown(given)}", "the shape and the dtype of each")
+    return [
+        (tuple(whole_number_list(name, "extent", shape)), short_dtype(dtype))
+        for shape, dtype in given
+    ]
 
 
 define(OpKind(name="opaque", calls_torch=True))

@@ -3,13 +3,14 @@
 Used by compute.py and data_movement.py, which state the ops.
 """
 
-import math
 import operator
+import sys
 from collections.abc import Sequence
 
+from distmega.arguments import is_number, shown
 from distmega.errors import ProgramError, counted
 from distmega.program.dtypes import is_integer
-from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor
+from distmega.program.types import MAX_EXTENT, Access, Attr, Axis, Index, Op, Tensor
 
 Built = tuple[Op, tuple[Tensor, ...]]
 """An op and the tensors it declares."""
@@ -57,18 +58,39 @@ def axis_names(prefix: str, num: int) -> list[str]:
 
 
 def whole_number(name: str, what: str, value: object) -> int:
-    """A count or a place that an op is given; ProgramError for what is no whole number."""
+    """A count or a place that an op is given; ProgramError for what is no whole number below 2^63,
+    which no extent reaches.
+    """
     try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise bad_op(name, f"{what} {value!r}", "a whole number", f"change {what}") from None
+        found = -MAX_EXTENT if isinstance(value, bool) else operator.index(value)  # type: ignore
+    except (TypeError, RuntimeError):  # a tensor of many has none
+        found = -MAX_EXTENT
+    if not -MAX_EXTENT < found < MAX_EXTENT:
+        raise bad_op(name, f"{what} {shown(value)}", "a whole number", f"change {what}")
+    return found
+
+
+def whole_number_list(name: str, what: str, values: object) -> list[int]:
+    """Extents or dims that an op is given; ProgramError for what is no list or tuple of them."""
+    if not isinstance(values, list | tuple):
+        found = f"{what}s {shown(values)}"
+        raise bad_op(name, found, "a list or tuple of whole numbers", f"change the {what}s")
+    return [whole_number(name, what, value) for value in values]
 
 
 def finite_number(name: str, what: str, value: object) -> float:
     """A factor that an op is given; ProgramError for what is no finite number."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise bad_op(name, f"{what} {value!r}", "a finite number", f"change {what}")
+    if not is_number(value) or not abs(value) <= sys.float_info.max:  # nor NaN
+        raise bad_op(name, f"{what} {shown(value)}", "a finite number", f"change {what}")
     return float(value)
+
+
+def known_word(name: str, what: str, value: object, known: Sequence[str]) -> str:
+    """A choice that an op is given; ProgramError for one that is not known."""
+    if not isinstance(value, str) or value not in known:
+        expected = f"one of {', '.join(known)}"
+        raise bad_op(name, f"{what} {shown(value)}", expected, "choose one of these")
+    return value
 
 
 def require_floats(name: str, x: Tensor) -> None:

@@ -26,6 +26,7 @@ from distmega.program.ops.parts import (
     index,
     make_op,
     require_integers,
+    whole_number,
 )
 from distmega.program.types import Access, Axis, Op, Tensor
 
@@ -60,6 +61,7 @@ def top(name: str, x: Tensor, num_top: int) -> Built:
 
     The row is s equal parts: as many as divide it, at most MAX_PARTS, with num_top elements each.
     """
+    num_top = whole_number(name, "num_top", num_top)
     if len(x.shape) != 2 or not 1 <= num_top <= x.shape[-1]:
         found = f"the {num_top} largest of rows of {x.shape}"
         raise bad_op(name, found, "x [m, v] and at least 1, at most v of them")

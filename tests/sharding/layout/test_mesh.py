@@ -45,8 +45,11 @@ def test_a_mesh_can_not_be_changed():
         (lambda: DeviceMesh.from_ranks([0, -1], ("tp",)), "ranks [-1]"),
         (lambda: DeviceMesh.from_ranks([0, 1.5], ("tp",)), "ranks 1.5"),
         (lambda: DeviceMesh.from_ranks([0, True], ("tp",)), "ranks True"),
-        (lambda: DeviceMesh.from_ranks("01", ("tp",)), "ranks 01"),
-        (lambda: DeviceMesh.from_ranks([0, 1], ("dp", "tp")), "2 axis names"),
+        (lambda: DeviceMesh.from_ranks("01", ("tp",)), "ranks '01'"),
+        (
+            lambda: DeviceMesh.from_ranks([0, 1], ("dp", "tp")),
+            "axis names ('dp', 'tp') for",
+        ),
         (lambda: DeviceMesh.from_ranks([[0], [1]], ("tp", "tp")), "['tp', 'tp']"),
         (lambda: DeviceMesh(tp=0), "size 0"),
         (lambda: DeviceMesh(**{"t p": 2}), "mesh axis 't p'"),
