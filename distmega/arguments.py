@@ -7,7 +7,7 @@ default RequestError. Used wherever the library takes values from its users.
 
 import reprlib
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from distmega.errors import DistmegaError, RequestError, argument
 
@@ -36,6 +36,11 @@ def shown(value: object) -> str:
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether something is an int or a float, which True is not meant to be."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether something holds values in order, as a list, which text and bytes are not meant to."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def require_type(

@@ -60,7 +60,8 @@ def matches(value: object, hint: Any) -> bool:
         number = type(value) is int if hint is int else isinstance(value, int | float)
         return number and not isinstance(value, bool)
     if origin in (Sequence, tuple, list):
-        listed = isinstance(value, tuple | list) and not isinstance(value, str)
+        kinds = Sequence if origin is Sequence else (tuple, list)
+        listed = isinstance(value, kinds) and not isinstance(value, str | bytes)
         return listed and all(matches(each, inside[0]) for each in value)
     return isinstance(value, Mapping if origin is Mapping else hint)
 

@@ -15,7 +15,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from distmega.arguments import require_switch, require_type, require_whole, shown
+from distmega.arguments import is_list, require_switch, require_whole, shown
 from distmega.engine.calls import Calls, require_tokens
 from distmega.engine.decode_plan import (
     DecodePlan,
@@ -611,8 +611,12 @@ def require_opened(source: object, options: object) -> None:
 
 
 def _require_prompts(prompts: object) -> None:
-    expected = "tokens of each prompt in a list or tuple"
-    require_type("prompts", prompts, (list, tuple), expected, "give them in brackets")
+    if not is_list(prompts):
+        raise RequestError(
+            f"{argument('prompts')} {shown(prompts)}",
+            expected="the tokens of each prompt in a list",
+            remedy="give them in brackets",
+        )
 
 
 def _require_logits(logits: str) -> None:

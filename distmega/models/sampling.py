@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from distmega.arguments import is_number, shown
+from distmega.arguments import is_list, is_number, shown
 from distmega.errors import RequestError, argument, counted
 
 MIN_CANDIDATES = 64
@@ -178,9 +178,7 @@ def sampling_of_each(samplings: Samplings, num: int) -> list[Sampling]:
 
 
 def _require_samplings(samplings: object) -> None:
-    listed = isinstance(samplings, list | tuple) and all(
-        isinstance(each, Sampling) for each in samplings
-    )
+    listed = is_list(samplings) and all(isinstance(each, Sampling) for each in samplings)
     if not listed and not isinstance(samplings, Sampling):
         raise RequestError(
             f"sampling {shown(samplings)}", expected="a Sampling, or several", remedy="give one"

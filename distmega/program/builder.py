@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from distmega.arguments import SHOWN_BITS, require_switch, require_type, shown
+from distmega.arguments import SHOWN_BITS, is_list, require_switch, require_type, shown
 from distmega.errors import ProgramError
 from distmega.program.dtypes import short_dtype
 from distmega.program.ops import attention, data_movement, experts, lookups, norms, opaque, sampling
@@ -469,7 +469,7 @@ class ProgramBuilder:
 
     def _declare(self, name: str, shape: Sequence[int], dtype: object, role: Role) -> Handle:
         require_type("name", name, str, NAMES, error=ProgramError)
-        if not isinstance(shape, list | tuple) or not all(type(extent) is int for extent in shape):
+        if not is_list(shape) or not all(type(extent) is int for extent in shape):
             raise ProgramError(
                 f"{role} {shown(name)} of shape {shown(shape)}",
                 expected="a list or tuple of whole numbers",
@@ -514,7 +514,7 @@ class ProgramBuilder:
 
     def _all(self, handles: object, num: int | None = None) -> list[Tensor]:
         """Several operands. num: how many there are to be."""
-        if not isinstance(handles, list | tuple) or num not in (None, len(handles)):
+        if not is_list(handles) or num not in (None, len(handles)):
             raise ProgramError(
                 f"operands in a {type(handles).__name__} in program {self.name!r}",
                 expected=f"a list or tuple of {'' if num is None else f'{num} '}tensors",

@@ -6,9 +6,12 @@ sharding (padding, splits), of costs, of verification and of the library that ru
 is adding a function and its definition in a file of ops/. Next on the walk: ops/compute.py.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
+
+from distmega.errors import ProgramError
 
 
 class StatedOp(Protocol):
@@ -64,6 +67,37 @@ def two_a_point(op: StatedOp, points: float) -> float:
     return 2 * points
 
 
+@dataclass(frozen=True, slots=True)
+class AttrRule:
+    """What an attribute of an op may hold. fits: of a value, whether it may be that. expected: that
+    in words. is_optional: an op may be without it.
+    """
+
+    fits: Callable[[object], bool]
+    expected: str
+    is_optional: bool = False
+
+    def optional(self) -> "AttrRule":
+        """The rule of one that may be missing."""
+        return replace(self, is_optional=True)
+
+
+def one_of(*texts: str) -> AttrRule:
+    """One of some words."""
+    return AttrRule(lambda value: value in texts, f"one of {', '.join(texts)}")
+
+
+NUMBER = AttrRule(lambda value: type(value) is float and math.isfinite(value), "a finite float")
+POSITIVE_OR_ZERO = AttrRule(
+    lambda value: NUMBER.fits(value) and value >= 0,  # type: ignore[operator]
+    "a finite float of at least 0",
+)
+COUNT = AttrRule(
+    lambda value: type(value) is int and 0 <= value < 2**63, "a whole number of at least 0"
+)
+TEXT = AttrRule(lambda value: isinstance(value, str), "text")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpKind:
     """One kind of op.
@@ -106,6 +140,7 @@ class OpKind:
     zero_where: whether results are exactly zero in padding, where operands `holders` have padding
         and those of `zero` hold zeros there.
     finite_where: whether results are finite in padding where operands are, those of `zero` zero.
+    attrs: rules of attributes that its functions read, by name.
     flops: arithmetic, two a multiply-add. grouped_flops: as that of a number of points, where an op
         runs over groups of rows.
     reference: what it computes: from an op to a function of its operands, in the order of its reads
@@ -149,6 +184,7 @@ class OpKind:
     host_reads: str = ""
     zero_where: ZeroWhere = never_zero
     finite_where: Callable[[StatedOp, Set[int]], bool] = always_finite
+    attrs: Mapping[str, AttrRule] = field(default_factory=dict)
     flops: Flops = no_flops
     grouped_flops: Callable[[StatedOp, float], float] = two_a_point
     reference: Reference | None = None
@@ -161,10 +197,35 @@ _INTERNAL = OpKind(name="", origin="internal")
 
 
 def define(kind: OpKind) -> OpKind:
-    """Enters a kind, which has one definition."""
-    assert kind.name not in _KINDS, f"kind {kind.name!r} is defined twice"
+    """Enters a kind, which has one definition. ProgramError for another one of its name, and for an
+    operator of torch without a function that states it.
+    """
+    if kind.name in _KINDS:
+        raise ProgramError(
+            f"op kind {kind.name!r}, which is defined already",
+            expected="a kind of another name",
+            remedy="rename it",
+        )
+    if kind.torch_row_op and kind.build is None:
+        raise ProgramError(
+            f"op kind {kind.name!r} for operator {kind.torch_row_op!r} of torch, without build",
+            expected="the function that states the op",
+            remedy="give build=, or leave out torch_row_op",
+        )
     _KINDS[kind.name] = kind
     return kind
+
+
+def wrong_attr(op: StatedOp) -> tuple[str, str] | None:
+    """What of an op's attributes breaks the rules of its kind, and what was expected; None for an
+    op that keeps them.
+    """
+    for name, rule in kind_of(op).attrs.items():
+        value = op.get(name, None)
+        if not (rule.is_optional if value is None else rule.fits(value)):
+            found = f"no {name}" if value is None else f"{name}={value!r}"[:200]
+            return found, f"{name}: {rule.expected}"
+    return None
 
 
 def kind_of(op: StatedOp) -> OpKind:

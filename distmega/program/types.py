@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from distmega.arguments import shown
 from distmega.errors import ProgramError, counted
 from distmega.program.dtypes import ITEM_BYTES, item_bytes
-from distmega.program.kinds import kind_of
+from distmega.program.kinds import kind_of, wrong_attr
 
 Attr = str | int | float | bool | tuple["Attr", ...]
 Role = Literal["input", "weight", "state", "temp"]
@@ -237,6 +237,8 @@ def verify_program(program: Program) -> Program:
         _verify_name(program, op.name)
         _verify_axes(program, op)
         _verify_accesses(program, op, tensors)
+        if wrong := wrong_attr(op):
+            raise _broken(program, f"op {op.name!r} has {wrong[0]}", wrong[1])
         for access in op.reads:
             if access.tensor not in defined:
                 found = f"op {op.name!r} reads {access.tensor!r} before it is written"

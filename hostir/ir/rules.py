@@ -30,7 +30,7 @@ from distmega.hostir.ir.nodes import (
 )
 from distmega.hostir.ir.uses import late_uses, named_buffers, node_writes, storage_of, view_sources
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm, symmetric_bytes
-from distmega.program.kinds import kind_of
+from distmega.program.kinds import kind_of, wrong_attr
 from distmega.program.types import Access, Program, Tensor, accesses
 
 Violation = tuple[int, str, str]
@@ -132,6 +132,8 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
                         str(wrong[0][1]) if wrong else counted(len(wanted), "argument"),
                     )
             case LibraryOp(op=op):
+                if broken := wrong_attr(op):
+                    yield index, f"{op.name!r} with {broken[0]}", broken[1]
                 extents = op.extents
                 for access in accesses(op):
                     shape = buffers[access.tensor].shape

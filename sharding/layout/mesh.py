@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from distmega.arguments import shown
+from distmega.arguments import is_list, shown
 from distmega.errors import MeshError, counted
 
 Nested = int | Sequence["Nested"]
@@ -47,7 +47,7 @@ class DeviceMesh:
         MeshError where the lists are no rectangle, or a rank comes twice.
         """
         shape, flat = _flatten(ranks)
-        if not isinstance(names, tuple | list) or len(shape) != len(names):
+        if not is_list(names) or len(shape) != len(names):
             found = f"axis names {shown(names)} for ranks {shown(ranks)}"
             raise _bad(found, counted(len(shape), "name"))
         mesh = cls.__new__(cls)
@@ -156,7 +156,7 @@ def _flatten(ranks: Nested, depth: int = 0) -> tuple[tuple[int, ...], tuple[int,
     """Shape and row-major elements of a nested list."""
     if type(ranks) is int:
         return (), (ranks,)
-    if not isinstance(ranks, list | tuple | range) or not ranks or depth > MAX_DEPTH:
+    if not is_list(ranks) or not ranks or depth > MAX_DEPTH:
         raise _bad(f"ranks {shown(ranks)}", "a rectangular nested list of ranks")
     parts = [_flatten(part, depth + 1) for part in ranks]
     if any(shape != parts[0][0] for shape, _ in parts):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from distmega.compiled import CompiledProgram
+from distmega.errors import ProgramError
 from distmega.kernels.machines import CPU
 from distmega.program import kinds
 from distmega.program.builder import ProgramBuilder
@@ -82,6 +83,13 @@ def test_it_prints_and_parses():
     program = weighted_program()
     assert "weighted[" in print_program(program)
     assert parse_program(print_program(program)) == program
+
+
+def test_a_definition_that_can_not_serve_is_refused():
+    with pytest.raises(ProgramError, match=r"op kind 'linear', which is defined already; .*rename"):
+        kinds.define(kinds.OpKind(name="linear"))
+    with pytest.raises(ProgramError, match="operator 'logcumsumexp' of torch, without build"):
+        kinds.define(kinds.OpKind(name="of_torch", torch_row_op="logcumsumexp"))
 
 
 @pytest.mark.parametrize("kind", ["cumprod", "cumsum", "topk"])

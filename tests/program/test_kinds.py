@@ -7,7 +7,7 @@ import torch
 
 from distmega.hostir.library.ops import compile_op, run_op
 from distmega.program.builder import ProgramBuilder
-from distmega.program.kinds import OpKind, define, kind_of, kinds
+from distmega.program.kinds import kind_of, kinds
 from distmega.program.ops import norms
 from distmega.program.text import parse_program, print_program
 from distmega.program.types import Tensor
@@ -19,11 +19,6 @@ from tests.torch_import.running import open_ranks
 
 X = Tensor(name="x", shape=(6, 8), dtype="f32")
 OP, (Y,) = norms.cumprod("y", X)
-
-
-def test_a_kind_is_defined_once():
-    with pytest.raises(AssertionError, match="kind 'linear' is defined twice"):
-        define(OpKind(name="linear"))
 
 
 def test_only_sharding_makes_kinds_that_ranks_do_together():

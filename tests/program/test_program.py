@@ -1,5 +1,6 @@
 """verify_program finds every mutation of a sound program; value types answer what they hold."""
 
+import math
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 
 from distmega.errors import ProgramError
+from distmega.program import kinds
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import (
     Access,
@@ -121,6 +123,55 @@ def test_a_mutation_is_found_and_named(mutation: str):
     assert value in caught.value.found
     assert caught.value.expected
     assert caught.value.remedy
+
+
+def of_attributes() -> Program:
+    """Ops of all kinds whose functions read attributes."""
+    p = ProgramBuilder("attributes")
+    x, scores = p.input("x", (4, 8)), p.input("scores", (4, 16))
+    cache = p.state("cache", (2, 6, 4))
+    q, positions = p.input("q", (4, 2, 1, 4)), p.input("positions", (4,), "i64")
+    results = [
+        p.rms_norm(x, p.weight("w", (8,)), 1e-6, name="rms"),
+        p.layer_norm(x, None, None, 1e-5, name="layer"),
+        p.reduce(x, 0, "max", name="largest"),
+        p.attention(q, cache, cache, positions, 0.5, softcap=2.0, name="seen"),
+        p.concat([x, scores], 1, name="joined"),
+        p.gather(x, p.input("at", (4, 2), "i64"), 1, name="found"),
+        p.top_k(scores, 2, "softmax", name="chosen")[0],
+        x.map("a0 + 1.0", name="more"),
+        *p.opaque("aten.round.default", '[[{"tensor": 0}], {}, [0]]', [x], [((4, 8), "f32")]),
+    ]
+    return p.build(*results)
+
+
+WRONG = ("x", 1, 1.5, -1, -0.5, True, math.nan, (1, 2), 10**30, "")
+
+
+def test_attributes_are_held_to_the_rules_of_their_kinds():
+    """What a written program says of an op is checked before anything runs by it."""
+    program = of_attributes()
+    ruled = {(op.kind, name) for op in program.ops for name in kinds.kind_of(op).attrs}
+    assert {kind for kind, _ in ruled} >= {k.name for k in kinds.kinds() if k.attrs} - {
+        "biased_attention", "attend"
+    }  # fmt: skip
+    for number, op in enumerate(program.ops):
+        for name, rule in kinds.kind_of(op).attrs.items():
+            for value in WRONG:
+                attrs = tuple(sorted({**dict(op.attrs), name: value}.items()))
+                ops = (*program.ops[:number], replace(op, attrs=attrs), *program.ops[number + 1 :])
+                if rule.fits(value):
+                    verify_program(replace(program, ops=ops))
+                    continue
+                with pytest.raises(ProgramError, match=f"{name}=.*; expected {name}: "):
+                    verify_program(replace(program, ops=ops))
+            without = tuple(pair for pair in op.attrs if pair[0] != name)
+            ops = (*program.ops[:number], replace(op, attrs=without), *program.ops[number + 1 :])
+            if rule.is_optional:
+                verify_program(replace(program, ops=ops))
+            else:
+                with pytest.raises(ProgramError, match=f"has no {name}; expected {name}: "):
+                    verify_program(replace(program, ops=ops))
 
 
 def test_a_sound_program_passes_unchanged():

@@ -12,6 +12,9 @@ from typing import Any
 from distmega.arguments import shown
 from distmega.errors import ProgramError, counted
 from distmega.program.kinds import (
+    COUNT,
+    NUMBER,
+    POSITIVE_OR_ZERO,
     Coordinate,
     OpKind,
     OpWork,
@@ -417,6 +420,13 @@ ATTENTION = OpKind(
     mixes_values=True,
     reads_positions=True,
     host_reads="positions",
+    attrs={
+        "scale": NUMBER,
+        "window": COUNT,
+        "softcap": POSITIVE_OR_ZERO.optional(),
+        "in_order": COUNT.optional(),
+        "packed": COUNT.optional(),
+    },
     zero_where=zero_in(2),
     flops=_attention_flops,
     reference=_attention_reference,
@@ -429,6 +439,7 @@ define(
         name="attend",
         reads_positions=False,
         host_reads="",
+        attrs={"scale": NUMBER, "softcap": POSITIVE_OR_ZERO},
         reference=_attend_reference,
     )
 )

@@ -16,6 +16,7 @@ from distmega.errors import counted
 from distmega.program import expr
 from distmega.program.dtypes import is_integer
 from distmega.program.kinds import (
+    TEXT,
     Coordinate,
     OpKind,
     StatedOp,
@@ -23,6 +24,7 @@ from distmega.program.kinds import (
     in_fp32,
     kind_of,
     one_a_point,
+    one_of,
     zero_if_all,
 )
 from distmega.program.ops.axis_views import access_axes, fold_axes, order_axes, unfold_axes
@@ -233,6 +235,7 @@ define(
         name="pointwise",
         in_megakernel=True,
         is_elementwise=True,
+        attrs={"expr": TEXT},
         zero_where=lambda op, holders, zero: expr.is_zero(_formula(op), frozenset(zero)),
         finite_where=lambda op, zero: expr.is_finite(_formula(op), frozenset(zero)),
         flops=lambda op, work: work.points * expr.num_flops(_formula(op)),
@@ -243,6 +246,7 @@ define(
     OpKind(
         name="reduce",
         in_megakernel=True,
+        attrs={"combine": one_of("sum", "max", "min")},
         zero_where=zero_if_all,
         flops=one_a_point,
         reference=_reduce_reference,

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from distmega.errors import counted
-from distmega.program.kinds import Coordinate, OpKind, define, zero_if_all
+from distmega.program.kinds import COUNT, Coordinate, OpKind, define, zero_if_all
 from distmega.program.ops.axis_views import access_axes, fold_axes, order_axes, unfold_axes
 from distmega.program.ops.parts import (
     Built,
@@ -250,5 +250,7 @@ COPY = OpKind(
 for _name in ("set", "slice", "reshape", "transpose"):
     define(replace(COPY, name=_name))
 define(replace(COPY, name="view", in_megakernel=False, reference=_view_reference))
-define(replace(COPY, name="concat", is_clipped=True, reference=_concat_reference))
+define(
+    replace(COPY, name="concat", is_clipped=True, attrs={"dim": COUNT}, reference=_concat_reference)
+)
 define(OpKind(name="expand", in_megakernel=True, only_copies=True, reference=_expand_reference))

@@ -14,7 +14,15 @@ from typing import Any, Literal, get_args
 from distmega.errors import RequestError, counted
 from distmega.program import expr
 from distmega.program.dtypes import is_integer
-from distmega.program.kinds import Coordinate, OpKind, define, local_base, whole_numbers, widen
+from distmega.program.kinds import (
+    Coordinate,
+    OpKind,
+    define,
+    local_base,
+    one_of,
+    whole_numbers,
+    widen,
+)
 from distmega.program.ops.parts import (
     Built,
     access,
@@ -374,7 +382,14 @@ def _scatter_add_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]
     return lambda y, weights, slots, offsets: scatter_values(y, weights, slots, offsets, groups)
 
 
-define(OpKind(name="top_k", in_megakernel=True, reference=_top_k_reference))
+define(
+    OpKind(
+        name="top_k",
+        in_megakernel=True,
+        attrs={"weights": one_of(*get_args(Weighing))},
+        reference=_top_k_reference,
+    )
+)
 define(OpKind(name="route", in_megakernel=True, counts_rows=True, reference=_route_reference))
 define(
     OpKind(

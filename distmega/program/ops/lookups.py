@@ -14,6 +14,7 @@ from typing import Any
 
 from distmega.errors import RequestError, counted
 from distmega.program.kinds import (
+    COUNT,
     Coordinate,
     OpKind,
     define,
@@ -189,5 +190,5 @@ define(
         reference=_embedding_reference,
     )
 )
-define(OpKind(name="gather", in_megakernel=True, reference=_gather_reference))
+define(OpKind(name="gather", in_megakernel=True, attrs={"dim": COUNT}, reference=_gather_reference))
 define(OpKind(name="topk", in_megakernel=True, flops=one_a_point, reference=_topk_reference))

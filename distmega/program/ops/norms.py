@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distmega.program.kinds import (
+    POSITIVE_OR_ZERO,
     Coordinate,
     OpKind,
     Reference,
@@ -122,6 +123,7 @@ define(
         is_norm=True,
         statistics="rms",
         scales_elements=True,
+        attrs={"eps": POSITIVE_OR_ZERO},
         zero_where=lambda op, holders, zero: 0 in zero and has_positive_eps(op),
         finite_where=lambda op, zero: has_positive_eps(op),
         flops=flops_a_result(4),
@@ -137,6 +139,7 @@ define(
         is_norm=True,
         statistics="layer",
         scales_elements=True,
+        attrs={"eps": POSITIVE_OR_ZERO},
         finite_where=lambda op, zero: has_positive_eps(op),
         flops=flops_a_result(4),
         reference=_norm_reference(_centre),

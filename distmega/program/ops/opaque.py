@@ -6,10 +6,10 @@ whole, so no rank divides it. `hostir/library/opaque.py` runs it.
 
 from collections.abc import Sequence
 
-from distmega.arguments import shown
+from distmega.arguments import is_list, shown
 from distmega.errors import counted
 from distmega.program.dtypes import short_dtype
-from distmega.program.kinds import OpKind, define
+from distmega.program.kinds import TEXT, OpKind, define
 from distmega.program.ops.parts import (
     Built,
     access,
@@ -62,11 +62,8 @@ def opaque(
 
 
 def _results(name: str, given: object) -> list[tuple[tuple[int, ...], str]]:
-    """The shape and the dtype of each; ProgramError for what is no list or tuple of both."""
-    pairs = isinstance(given, list | tuple) and all(
-        isinstance(each, list | tuple) and len(each) == 2 for each in given
-    )
-    if not isinstance(given, list | tuple) or not pairs:
+    """The shape and the dtype of each; ProgramError for what is no sequence of both."""
+    if not is_list(given) or not all(is_list(each) and len(each) == 2 for each in given):
         raise bad_op(name, f"results {shown(given)}", "the shape and the dtype of each")
     return [
         (tuple(whole_number_list(name, "extent", shape)), short_dtype(dtype))
@@ -74,4 +71,4 @@ def _results(name: str, given: object) -> list[tuple[tuple[int, ...], str]]:
     ]
 
 
-define(OpKind(name="opaque", calls_torch=True))
+define(OpKind(name="opaque", calls_torch=True, attrs={"target": TEXT, "call": TEXT}))

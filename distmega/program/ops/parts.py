@@ -7,7 +7,7 @@ import operator
 import sys
 from collections.abc import Sequence
 
-from distmega.arguments import is_number, shown
+from distmega.arguments import is_list, is_number, shown
 from distmega.errors import ProgramError, counted
 from distmega.program.dtypes import is_integer
 from distmega.program.types import MAX_EXTENT, Access, Attr, Axis, Index, Op, Tensor
@@ -71,8 +71,8 @@ def whole_number(name: str, what: str, value: object) -> int:
 
 
 def whole_number_list(name: str, what: str, values: object) -> list[int]:
-    """Extents or dims that an op is given; ProgramError for what is no list or tuple of them."""
-    if not isinstance(values, list | tuple):
+    """Extents or dims that an op is given; ProgramError for what is no sequence of them."""
+    if not is_list(values):
         found = f"{what}s {shown(values)}"
         raise bad_op(name, found, "a list or tuple of whole numbers", f"change the {what}s")
     return [whole_number(name, what, value) for value in values]

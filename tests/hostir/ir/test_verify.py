@@ -9,9 +9,14 @@ from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
-from tests.hostir.programs import RING, STREAMED, local, mlp
+from tests.hostir.programs import RING, STREAMED, attention_block, local, mlp
 
 KERNEL = print_host(run_passes(lower_program(local(mlp()), megakernel=True, peer_memory=True)))
+
+ATTENTION = print_host(
+    run_passes(lower_program(local(attention_block(2)), megakernel=False, peer_memory=False))
+)
+"""Ops that read attributes."""
 
 COALESCED = """
 host exchange on mesh(tp=2)
@@ -42,6 +47,10 @@ MUTATIONS = [
     (KERNEL, "fitting_operands", "launch mlp.0(x, ", "launch mlp.0(", "node 1"),
     (KERNEL, "fitting_operands", "w1, w2", "w1=w2, w2", "'w1'"),
     (RING, "fitting_operands", "pp[+1] as out", "pp[3] as out", "peer 3 of 3"),
+    (ATTENTION, "fitting_operands", "eps=1e-05", "eps='few'", "with eps='few'"),
+    (ATTENTION, "fitting_operands", "eps=1e-05", "eps=-1e-05", "with eps=-1e-05"),
+    (ATTENTION, "fitting_operands", "scale=0.5 ", "", "with no scale"),
+    (ATTENTION, "fitting_operands", "window=0", "window=1.5", "with window=1.5"),
     (STREAMED, "fitting_collectives", "(p_i) -> (y_i)", "(p_i) -> (y)", "node 9"),
     (STREAMED, "fitting_collectives", "(p_i) -> (y_i)", "(p_i, w) -> (y_i)", "2 ins, 1 outs"),
     (STREAMED, "fitting_collectives", "temp p_i: f32", "temp p_i: bf16", "bf16[2, 4]"),
@@ -89,7 +98,7 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("text", [STREAMED, RING, KERNEL, COALESCED])
+@pytest.mark.parametrize("text", [STREAMED, RING, KERNEL, ATTENTION, COALESCED])
 def test_sound_programs_pass(text: str):
     host = parse_host(text)
     assert verify_host(host, finalized=host.buffers) is host
