@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import triton
 
+from distmega.kernels.runtime.switching import short_turns
+
 MOST_THREADS = 16
 _PARSING = threading.Lock()
 _parse = triton.JITFunction.parse
@@ -30,7 +32,12 @@ def _parse_alone(function: triton.JITFunction) -> Any:
 def compiling(num_kernels: int) -> Iterator[None]:
     """Within it kernels' warmup only starts to compile; all are done when it ends."""
     threads = min(num_kernels, os.cpu_count() or 1)
-    with _parsing_in_turn(), ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
+    with (
+        short_turns(),
+        _parsing_in_turn(),
+        ThreadPoolExecutor(threads) as pool,
+        triton.AsyncCompileMode(pool),
+    ):
         yield
 
 
@@ -42,6 +49,7 @@ def launching_nothing(device: torch.device) -> Iterator[None]:
     """
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     with (
+        short_turns(),
         _parsing_in_turn(),
         ThreadPoolExecutor(threads) as pool,
         triton.AsyncCompileMode(_Loading(pool, device), ignore_errors=True),

@@ -17,6 +17,7 @@ from triton.runtime import driver
 
 from distmega.kernels.runtime import warm_up
 from distmega.kernels.runtime.ahead import launches_nothing
+from distmega.kernels.runtime.switching import short_turns
 
 _NO_METADATA = SimpleNamespace(
     global_scratch_size=0,
@@ -54,6 +55,7 @@ class Launcher:
         """
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
+        @short_turns()
         def compile_kernel() -> None:
             if device is not None:
                 torch.cuda.set_device(device)

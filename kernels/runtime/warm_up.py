@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from distmega.kernels.runtime.switching import short_turns
+
 Keep = Callable[[object, Callable[[], str]], str]
 """Takes what a value depends on and what makes it: the value, kept or new."""
 
@@ -52,8 +54,9 @@ def _start(index: int, work: Callable[[], None]) -> Thread:
 
 def _run(index: int, work: Callable[[], None]) -> None:
     try:
-        torch.cuda.set_device(index)
-        work()
+        with short_turns():
+            torch.cuda.set_device(index)
+            work()
     except Exception as error:  # who needs it meets the error again, and reports it
         _log.debug("warming up: %s", error)
 
