@@ -8,7 +8,7 @@ capture or none does: `capture_on_ranks`.
 
 import atexit
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -77,6 +77,15 @@ class GraphMemory:
         """The turn ends with what the current stream has been given."""
         if self._marks_ends:
             self._done.record(self.stream)
+
+    def renew(self) -> None:
+        """After a capture that failed: torch before 2.12 does not end what the capture began. It
+        then takes the memory for no other capture, and frees nothing that several streams use.
+        Graphs that are there keep theirs.
+        """
+        with suppress(RuntimeError):  # torch has ended it
+            torch._C._cuda_endAllocateToPool(self._device, self.pool)
+        self.pool = torch.cuda.graph_pool_handle()
 
 
 _shared: "WeakValueDictionary[int, GraphMemory]" = WeakValueDictionary()
@@ -154,6 +163,7 @@ class CapturedHost:
                 self._matmuls.settle()
         except BaseException:
             self._matmuls.rewind()
+            self._memory.renew()
             raise
         return outputs
 

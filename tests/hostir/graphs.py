@@ -46,6 +46,10 @@ class Event:
         return True
 
 
+ASKING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.masked_select.default)
+"""Operators by which the host asks the device for a number."""
+
+
 class RecordedGraph(TorchDispatchMode):
     """Ops with their results; `replay` does them on the same memory."""
 
@@ -62,7 +66,7 @@ class RecordedGraph(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func in ASKING:
             raise RuntimeError("operation not permitted when stream is capturing")
         for argument, x in zip(func._schema.arguments, args, strict=False):
             if argument.is_write:
@@ -99,6 +103,8 @@ class RecordedGraph(TorchDispatchMode):
 
 pools: dict[int, int] = {}
 """How many graphs have a pool."""
+in_capture: set[int] = set()
+"""Pools in which torch puts what a capture allocates."""
 
 
 def new_pool() -> int:
@@ -111,15 +117,26 @@ def recording(
     graph: RecordedGraph, pool: int, stream: Stream, *, capture_error_mode: str
 ) -> Iterator[None]:
     """In place of torch.cuda.graph, which takes no pool whose graphs have all ended while something
-    in it is held.
+    in it is held, and, before torch 2.12, none in which a capture has failed.
     """
+    if pool in in_capture:
+        raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
     if not pools[pool]:
         raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
     graph.pool, pools[pool] = pool, max(pools[pool], 0) + 1
+    in_capture.add(pool)
     with graph:
         yield
+    in_capture.remove(pool)
     with torch.no_grad():
         graph.end()
+
+
+def end_capture(device: int, pool: int) -> None:
+    """In place of torch._C._cuda_endAllocateToPool."""
+    if pool not in in_capture:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+    in_capture.remove(pool)
 
 
 def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
@@ -140,6 +157,7 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
     for name, stand_in in {
         "_cuda_getCurrentRawStream": lambda device: 0,
         "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_endAllocateToPool": end_capture,
     }.items():
         monkeypatch.setattr(torch._C, name, stand_in, raising=False)
     for looking in attention, lookups:  # on a GPU, nobody looks at ids

@@ -12,7 +12,7 @@ from distmega.hostir.library.torch_types import torch_dtype
 from distmega.hostir.run.cuda_graph import GraphMemory
 from distmega.hostir.run.deadline import Deadline
 from tests.calls import num_calls
-from tests.hostir.graphs import Event, RecordedGraph, Stream, record_graphs
+from tests.hostir.graphs import Event, RecordedGraph, Stream, in_capture, record_graphs
 
 ONE = DeviceMesh(tp=1)
 MOST_CALLS = 40
@@ -40,6 +40,15 @@ PROGRAMS = {
     "encoder": lambda: encoder(16, 2, 64, 4).program,
     "mixer": lambda: mixer(0, 2, 64, 24, 32).program,
 }
+
+
+def asking() -> CompiledProgram:
+    """One with an operator of torch that asks the device for a number."""
+    p = ProgramBuilder("asking")
+    x, seen = p.input("x", (4, 4)), p.input("seen", (4, 4), "bool")
+    call = '[[{"tensor": 0}, {"tensor": 1}], {}, [0]]'
+    (same,) = p.opaque("aten.masked_select.default", call, [x, seen], [((16,), "f32")])
+    return opened(p.build(same.map("a0 + 1.0")))
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +170,26 @@ def test_programs_share_the_memory_of_those_that_are_there(graphs: list[Recorded
     first(values(first, 0))
     second(values(second, 0))
     assert graphs[0].pool == graphs[1].pool
+
+
+def test_a_capture_that_fails_leaves_others_their_graphs(graphs: list[RecordedGraph]):
+    """Torch before 2.12 does not end what it began, and takes no memory a second time then."""
+    held = opened(PROGRAMS["mixer"]())
+    held(values(held, 0))
+    step = asking()
+    given = {"x": torch.ones(4, 4), "seen": torch.ones(4, 4, dtype=torch.bool)}
+    (y,) = step(given).values()
+    assert torch.equal(y, torch.full((16,), 2.0))
+    assert not step.stats.replayed
+    assert "capturing" in step.stats.reason
+    assert not in_capture
+    other = opened(PROGRAMS["counting"]())
+    other(values(other, 0))
+    assert other.stats.replayed, other.stats.reason
+    held.bind(inputs(held, values(held, 1)))
+    held({})
+    assert held.stats.replayed, held.stats.reason
+    assert graphs[0].pool != graphs[-1].pool
 
 
 def test_inputs_of_several_types_and_those_that_learn_are_copied(graphs: list[RecordedGraph]):
