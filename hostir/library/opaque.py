@@ -16,10 +16,12 @@ from torch import Tensor
 from distmega.hostir.library.opaque_graph import is_graph, open_graph
 from distmega.hostir.library.opaque_text import (
     DTYPES,
+    decode_named,
     decode_value,
     encode_named,
     encode_value,
     find_operator,
+    read_call,
 )
 from distmega.hostir.library.pointwise import OpFunction
 from distmega.hostir.library.torch_types import hold, unhold
@@ -46,13 +48,24 @@ def encode_call(
 
 
 def compile_opaque(op: Op) -> OpFunction:
-    """The operators bound to their arguments; ProgramError for one that torch doesn't have."""
+    """The operators bound to their arguments; ProgramError for one that torch doesn't have, and for
+    text that encode_call did not write.
+    """
     text = str(op.attr("call"))
     if is_graph(text):
         graph = open_graph(text)
         return lambda operands: tuple(_owned(hold(x), operands) for x in graph(operands))
     function = find_operator(str(op.attr("target")))
-    args, kwargs, kept = json.loads(text)
+    return read_call(text, lambda call: _bound(function, *call))
+
+
+def _bound(
+    function: Callable[..., Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    kept: Sequence[int],
+) -> OpFunction:
+    """A call of the function with those arguments; of its results those that are kept."""
 
     def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         def special(kind: str, content: Any) -> object:
@@ -66,7 +79,7 @@ def compile_opaque(op: Op) -> OpFunction:
             return unhold(operands[content[0]], DTYPES[content[1]])
 
         filled = [decode_value(value, special) for value in args]
-        named = {key: decode_value(value, special) for key, value in kwargs.items()}
+        named = decode_named(kwargs, special)
         found = function(*filled, **named)
         several = found if isinstance(found, tuple | list) else (found,)
         return tuple(_owned(hold(several[operand_of]), operands) for operand_of in kept)

@@ -15,11 +15,13 @@ from torch import Tensor, fx, nn
 from distmega.errors import ProgramError
 from distmega.hostir.library.opaque_text import (
     DTYPES,
+    decode_named,
     decode_value,
     encode_named,
     encode_value,
     find_operator,
     operator_name,
+    read_call,
 )
 from distmega.hostir.library.torch_types import unhold
 
@@ -46,11 +48,15 @@ def is_graph(text: str) -> bool:
 
 
 def open_graph(text: str) -> Callable[[Sequence[Tensor]], list[Any]]:
-    """From operands to results, tensors and numbers; ProgramError for operators that torch lacks.
+    """From operands to results, tensors and numbers; ProgramError for operators that torch lacks,
+    and for text that encode_graph did not write.
 
     Factories make their tensors where the first operand is.
     """
-    body = json.loads(text)
+    return read_call(text, _read)
+
+
+def _read(body: Mapping[str, Any]) -> Callable[[Sequence[Tensor]], list[Any]]:
     dtypes = body["operands"]
     modules = {torch.device("cpu"): _open(body, len(dtypes), torch.device("cpu"))}
 
@@ -146,7 +152,7 @@ def _open(body: Mapping[str, Any], num_inputs: int, device: torch.device) -> fx.
 
     for target, args, kwargs in body["nodes"]:
         values = tuple(decode_value(each, special) for each in args)
-        named = {key: decode_value(each, special) for key, each in kwargs.items()}
+        named = decode_named(kwargs, special)
         made.append(graph.call_function(find_operator(target), values, named))
     graph.output(decode_value(body["results"], special))
     return fx.GraphModule(root, graph)

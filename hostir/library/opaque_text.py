@@ -5,23 +5,40 @@ JSON values, and back. Used by opaque.py and opaque_graph.py.
 """
 
 import builtins
+import json
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from distmega.arguments import shown
 from distmega.errors import ProgramError
 from distmega.hostir.library.torch_types import HOLDERS, TORCH_DTYPES
+
+T = TypeVar("T")
 
 DTYPES = {str(dtype): dtype for dtype in (*TORCH_DTYPES.values(), *HOLDERS)}
 _FORMATS = {
     str(each): each
     for each in (torch.contiguous_format, torch.preserve_format, torch.channels_last)
 }
-_MODULES = {"operator": operator, "math": math, "torch": torch, "builtins": builtins}
-"""Where functions of numbers are found that stand in graphs beside operators."""
+_OF_NUMBERS = {
+    "builtins": (
+        builtins,
+        ["abs", "bool", "divmod", "float", "int", "len", "max", "min", "pow", "round", "sum"],
+    ),
+    "math": (math, [name for name in dir(math) if not name.startswith("_")]),
+    "operator": (
+        operator,
+        sorted({*operator.__all__} - {"attrgetter", "call", "itemgetter", "methodcaller"}),
+    ),
+    "torch": (torch, [name for name in dir(torch) if name.lstrip("_").startswith("sym_")]),
+}
+"""Functions that stand in graphs beside operators, by module: what takes numbers and lists, and
+runs nothing that it is given.
+"""
 
 
 def encode_value(value: object, special: Callable[[object], object]) -> object:
@@ -74,6 +91,27 @@ def makes_tensors(target: object) -> bool:
     return not takes and any(each.name == "device" for each in arguments)
 
 
+def read_call(text: str, read: Callable[[Any], T]) -> T:
+    """What `read` makes of JSON text. ProgramError for text that no capture wrote."""
+    try:
+        return read(json.loads(text))
+    except ProgramError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ProgramError(
+            f"call {shown(text)} of an operator ({type(error).__name__}: {error})",
+            expected="the JSON text of capture",
+            remedy="capture the module again",
+        ) from error
+
+
+def decode_named(named: Mapping[str, object], special: Callable[[str, Any], object]) -> Any:
+    """Arguments by name, which stand in code that torch writes of them."""
+    if not all(key.isidentifier() for key in named):
+        raise ValueError(f"no names {shown(sorted(named))}")
+    return {key: decode_value(value, special) for key, value in named.items()}
+
+
 def decode_value(value: object, special: Callable[[str, Any], object]) -> Any:
     """What text stands for. special: of the kinds and contents that the caller wrote."""
     if isinstance(value, list):
@@ -104,7 +142,7 @@ def operator_name(target: object) -> str:
         return f"higher_order.{target.__name__}"
     module = getattr(target, "__module__", "").removeprefix("_")
     name = f"{module}.{getattr(target, '__name__', '')}"
-    if module not in _MODULES or name.count(".") != 1:
+    if _function_of_numbers(name) is None:
         raise ProgramError(
             f"a call of {target!r}",
             expected="an operator of torch, or a function of numbers",
@@ -113,14 +151,23 @@ def operator_name(target: object) -> str:
     return name
 
 
+def _function_of_numbers(name: str) -> Callable[..., Any] | None:
+    module, _, function = name.partition(".")
+    where, names = _OF_NUMBERS.get(module, (None, ()))
+    return getattr(where, function) if function in names else None
+
+
 def find_operator(target: str) -> Callable[..., Any]:
-    """What operator_name gave a name to; ProgramError for what this torch lacks."""
-    found: Any = torch.ops
-    parts = target.split(".")
-    if parts[0] in _MODULES:
-        found, parts = _MODULES[parts[0]], parts[1:]
-    for part in parts:
-        found = getattr(found, part, None)
+    """What operator_name gave a name to; ProgramError for what this torch lacks, and for what is no
+    operator: who wrote the text may call nothing else.
+    """
+    found: Any = _function_of_numbers(target)
+    if found is None:
+        found = torch.ops
+        for part in target.split("."):
+            found = None if part.startswith("__") else getattr(found, part, None)
+        if not isinstance(found, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+            found = None
     if found is None:
         raise ProgramError(
             f"operator {target!r}",

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmega.errors import ProgramError, RequestError
 from distmega.hostir.library import ops as library
-from distmega.hostir.library.opaque import encode_call, find_operator
+from distmega.hostir.library.opaque import compile_opaque, encode_call
+from distmega.hostir.library.opaque_text import find_operator, operator_name
 from distmega.hostir.library.ops import linear_spec, run_op
 from distmega.program.builder import ProgramBuilder
 from distmega.program.kinds import user_kinds
@@ -490,6 +491,43 @@ def test_an_operator_of_torch():
     (out,) = p.opaque("aten.convolution.default", call, operands, [((1, 5, 7), "f32")], name="y")
     result = run_program(p.build(out), {"x": x, "w": w})["y"]
     torch.testing.assert_close(result, F.conv1d(x, w))
+
+
+OTHER_CODE = (
+    "builtins.eval", "builtins.exec", "builtins.__import__", "operator.call",
+    "operator.methodcaller", "torch.load", "torch.sym_int.__globals__", "math.__loader__",
+    "load_library", "aten.add", "aten.__class__", "operator", "", ".", "import_module",
+)  # fmt: skip
+"""What a program's text may not call."""
+
+
+@pytest.mark.parametrize("target", OTHER_CODE)
+def test_text_calls_operators_alone(target: str):
+    with pytest.raises(ProgramError, match="expected an operator that this torch has"):
+        find_operator(target)
+
+
+@pytest.mark.parametrize("name", ["operator.add", "math.ceil", "torch.sym_int", "builtins.max"])
+def test_functions_of_numbers_stand_beside_operators(name: str):
+    assert operator_name(find_operator(name)) == name
+
+
+NAMED = '{"a=print(1), b": 1}'
+WRONG_CALLS = (
+    "", "x", "1", "[]", "[1]", "{}", '{"operands": 1}', '{"operands": [], "nodes": [1]}',
+    "[" * 9999,
+    '{"operands": [], "nodes": [["aten.add.Tensor", [{"node": 3}], {}]], "results": []}',
+    f'{{"operands": [], "nodes": [["aten.rand.default", [[1]], {NAMED}]], "results": []}}',
+    '{"operands": [], "nodes": [["builtins.exec", ["1"], {}]], "results": []}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", WRONG_CALLS)
+def test_a_call_that_no_capture_wrote_is_named(call: str):
+    p = ProgramBuilder("p")
+    (out,) = p.opaque("aten.relu.default", call, [p.input("x", (4,))], [((4,), "f32")])
+    with pytest.raises(ProgramError, match=r"call .* of an operator|operator 'builtins.exec'"):
+        compile_opaque(p.build(out).ops[0])
 
 
 def test_what_torch_lacks_or_text_can_not_hold_is_named():
