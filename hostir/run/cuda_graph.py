@@ -7,6 +7,7 @@ capture or none does: `capture_on_ranks`.
 """
 
 import atexit
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from weakref import WeakSet, WeakValueDictionary
@@ -23,6 +24,10 @@ DEFAULT_STREAM = 0
 """Address of torch's default stream, which is never destroyed."""
 NUM_WARM_UPS = 2
 """Runs before the capture: libraries choose and load their kernels, communicators connect."""
+
+
+_one_capture = threading.Lock()
+"""Torch takes one capture at a time in a process, whatever threads there are."""
 
 
 @contextmanager
@@ -151,20 +156,21 @@ class CapturedHost:
 
     def _capture(self, evaluator: Evaluator, side: torch.cuda.Stream) -> dict[str, Tensor]:
         """Captures a run into the graph; its outputs, which each replay overwrites."""
-        try:
-            with (
-                _own_workspaces(),
-                torch.cuda.stream(torch.cuda.current_stream()),  # restored if the capture fails
-                torch.cuda.graph(
-                    self._graph, self._memory.pool, side, capture_error_mode="thread_local"
-                ),
-            ):
-                outputs = evaluator.run(self._given)
-                self._matmuls.settle()
-        except BaseException:
-            self._matmuls.rewind()
-            self._memory.renew()
-            raise
+        with _one_capture:
+            try:
+                with (
+                    _own_workspaces(),
+                    torch.cuda.stream(torch.cuda.current_stream()),  # restored if the capture fails
+                    torch.cuda.graph(
+                        self._graph, self._memory.pool, side, capture_error_mode="thread_local"
+                    ),
+                ):
+                    outputs = evaluator.run(self._given)
+                    self._matmuls.settle()
+            except BaseException:
+                self._matmuls.rewind()
+                self._memory.renew()
+                raise
         return outputs
 
     def run(self, inputs: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:

@@ -1,5 +1,10 @@
 """What a replay does on the host, and that it gives what single nodes give; recorded on a CPU."""
 
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
@@ -190,6 +195,29 @@ def test_a_capture_that_fails_leaves_others_their_graphs(graphs: list[RecordedGr
     held({})
     assert held.stats.replayed, held.stats.reason
     assert graphs[0].pool != graphs[-1].pool
+
+
+def test_threads_capture_one_after_the_other(
+    graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
+):
+    inside, most = [], []
+    record = torch.cuda.graph
+
+    @contextmanager
+    def slowly(graph: RecordedGraph, pool: int, stream: Stream, **options: str) -> Iterator[None]:
+        inside.append(graph)
+        most.append(len(inside))
+        time.sleep(0.05)
+        with record(graph, pool, stream, **options):  # type: ignore[arg-type]
+            yield
+        inside.remove(graph)
+
+    monkeypatch.setattr(torch.cuda, "graph", slowly)
+    steps = [opened(PROGRAMS["counting"]()) for _ in range(3)]
+    with ThreadPoolExecutor(len(steps)) as pool:
+        list(pool.map(lambda step: step(values(step, 0)), steps))
+    assert most == [1, 1, 1]
+    assert all(step.stats.replayed for step in steps), [step.stats.reason for step in steps]
 
 
 def test_inputs_of_several_types_and_those_that_learn_are_copied(graphs: list[RecordedGraph]):
