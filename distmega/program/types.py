@@ -318,10 +318,11 @@ def _verify_axes(program: Program, op: Op) -> None:
 
 
 def _verify_accesses(program: Program, op: Op, tensors: dict[str, Tensor]) -> None:
-    for access in accesses(op):
+    for access in accesses(op):  # all of them first: groups ask for each other's
         if access.tensor not in tensors:
             found = f"op {op.name!r} accesses unknown tensor {access.tensor!r}"
             raise _broken(program, found, "a declared tensor")
+    for access in accesses(op):
         shape = tensors[access.tensor].shape
         if len(access.dims) != len(shape):
             found = (

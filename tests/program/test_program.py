@@ -174,6 +174,18 @@ def test_attributes_are_held_to_the_rules_of_their_kinds():
                     verify_program(replace(program, ops=ops))
 
 
+def test_unknown_starts_of_groups_are_named():
+    p = ProgramBuilder("groups")
+    routing = p.route(p.input("ids", (4, 2), "i64"), 4)
+    rows = p.gather_rows(p.input("x", (4, 8)), routing, name="rows")
+    program = p.build(p.grouped_linear(rows, p.weight("w", (4, 6, 8)), routing, name="y"))
+    op = program.ops[-1]
+    reads = (*op.reads[:-1], replace(op.reads[-1], tensor="elsewhere"))
+    ops = (*program.ops[:-1], replace(op, reads=reads))
+    with pytest.raises(ProgramError, match="op 'y' accesses unknown tensor 'elsewhere'"):
+        verify_program(replace(program, ops=ops))
+
+
 def test_a_sound_program_passes_unchanged():
     program = sound()
     assert verify_program(program) is program
