@@ -131,11 +131,28 @@ def test_rescalings_themselves_may_be_summed():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "ugraph x", "ugraph x\n  axis k\n  return y\n", NORM_LINEAR.replace("store", "put")],
-)
+    [
+        "", "ugraph x", "ugraph x\n  axis k\n  return y\n", NORM_LINEAR.replace("store", "put"),
+        NORM_LINEAR.replace("m:4", f"m:{'9' * 5000}"), NORM_LINEAR.replace("omap 1 0", "omap 1 0-"),
+        NORM_LINEAR.replace("loop k:2", "loop k:²"),
+    ],
+)  # fmt: skip
 def test_unreadable_text_is_refused(text: str):
     with pytest.raises(ParseError, match="cannot read"):
         parse_graph(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ("weight w: bf16", "weight w: bf61", "'w' of dtype 'bf61'"),
+        ("kernel k0", "kernel k-0", "kernel 'k-0'; expected a name that a function can have"),
+        ("kernel k0", "kernel def", "kernel 'def'; expected a name that a function can have"),
+    ],
+)
+def test_what_no_kernel_could_be_written_of_is_refused(old: str, new: str, found: str):
+    with pytest.raises(VerifyError, match=found):
+        parse_graph(NORM_LINEAR.replace(old, new))
 
 
 def test_two_tensors_of_one_name_are_refused():

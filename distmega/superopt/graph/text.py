@@ -19,6 +19,7 @@ import re
 from collections.abc import Sequence
 from typing import cast
 
+from distmega.arguments import shown
 from distmega.errors import ParseError
 from distmega.superopt.graph.named import Dims
 from distmega.superopt.graph.ugraph import BlockOp, GraphTensor, Kernel, Load, Stage, Store, UGraph
@@ -97,7 +98,7 @@ def parse_graph(text: str) -> UGraph:
         elif kernels:
             kernels[-1].append(line)
         elif match := re.fullmatch(r"axis (\w+):(\d+)", line):
-            extents.append((match[1], int(match[2])))
+            extents.append((match[1], _read_number(match[2])))
         elif match := _TENSOR.fullmatch(line):
             role = cast(str, match[1])
             assert role in ("input", "weight", "temp")
@@ -178,17 +179,24 @@ def _read_dims(text: str) -> Dims:
 
 
 def _read_map(text: str) -> tuple[int, ...]:
-    return tuple(-1 if word == "-" else int(word) for word in text.split() if word != "none")
+    words = (word for word in text.split() if word != "none")
+    return tuple(-1 if word == "-" else _read_number(word) for word in words)
 
 
 def _read_part(text: str) -> tuple[str, int]:
     axis, _, count = text.partition(":")
-    return axis, int(count)
+    return axis, _read_number(count)
+
+
+def _read_number(text: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,18}", text):
+        raise _unreadable(text)
+    return int(text)
 
 
 def _unreadable(line: str) -> ParseError:
     return ParseError(
-        f"cannot read {line!r}",
+        f"cannot read {shown(line)}",
         expected="a line as print_graph writes it",
         remedy="see distmega/superopt/graph/text.py",
     )

@@ -4,9 +4,11 @@ Comes in: a UGraph. Goes out: the same, or VerifyError with the kernel and the o
 """
 
 from collections.abc import Iterable
+from keyword import iskeyword
 
 from distmega.errors import ProgramError, VerifyError
 from distmega.program import expr
+from distmega.program.dtypes import ITEM_BYTES
 from distmega.superopt.graph.named import Dims
 from distmega.superopt.graph.ugraph import (
     OP_KINDS,
@@ -30,10 +32,15 @@ def verify_graph(graph: UGraph, limit_bytes: int = SHARED_BYTES) -> UGraph:
     if any(extent < 2 for extent in extents.values()):
         raise _broken(graph, "an axis of less than 2 elements", "axes along which something varies")
     for tensor in graph.tensors:
+        if tensor.dtype not in ITEM_BYTES:
+            found = f"{tensor.name!r} of dtype {tensor.dtype!r}"
+            raise _broken(graph, found, f"one of {', '.join(ITEM_BYTES)}")
         if not set(tensor.axes) <= {*joint_extents(graph)}:
             raise _broken(graph, f"{tensor.name!r} has unknown axes", "axes of the graph")
     stored = {tensor.name for tensor in graph.tensors if tensor.role != "temp"}
     for kernel in graph.kernels:
+        if not kernel.name.isidentifier() or iskeyword(kernel.name):
+            raise _broken(graph, f"kernel {kernel.name!r}", "a name that a function can have")
         _verify_kernel(graph, kernel, stored)
         if shared_bytes(graph, kernel) > limit_bytes:
             found = f"kernel {kernel.name!r} needs {shared_bytes(graph, kernel)} shared bytes"
