@@ -33,6 +33,8 @@ PLAIN_ROWS = 0.01
 """Of plain kernels: start; time to start one more program; what each element of a thread takes when
 all run at once; what norms lose, whose programs load nothing while they reduce.
 """
+PLAIN_BYTES_PER_US = 7.5e4
+"""At which a program of a plain norm moves what rows it has besides its first."""
 PLAIN_PER_THREAD = (8, 16, 32)
 FEW_BYTES = 16
 FEW_LOSS, MORE_LOSS = 0.06, 0.004
@@ -195,6 +197,8 @@ def _plain_time_us(
         lost = PLAIN_ROWS + loss
         arriving = per_thread * traffic.in_bytes
         lost += FEW_LOSS if arriving <= FEW_BYTES else MORE_LOSS * math.log2(arriving / 32)
+        more = elements - choice.tile[1]
+        wait += more * (traffic.in_bytes + traffic.out_bytes) / PLAIN_BYTES_PER_US
     alone = rounds * (LATENCY_US + PLAIN_THREAD_US * per_thread + wait)
     streaming = num_tiles * tile_us * (1 + lost) + idle / 4
     return PLAIN_START_US + max(streaming + alone / rounds, alone, num_tiles * PLAIN_PROGRAM_US)
