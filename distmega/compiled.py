@@ -66,6 +66,7 @@ from distmega.hostir.run.timeline import Timeline
 from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.hopper.batch_plan.words import BATCH, MAX_ROWS
 from distmega.kernels.library.device_ops import KernelOps
+from distmega.kernels.library.sum_parts import choose_sum_parts
 from distmega.kernels.runtime import warm_up
 from distmega.kernels.runtime.compilations import num_compiled
 from distmega.kernels.runtime.gpus import facts_of
@@ -333,6 +334,7 @@ class CompiledProgram(OwnProcess):
             fuse=on_gpu,
             rules=self._rules,
             is_usable=pays if on_gpu else None,
+            sum_parts=choose_sum_parts if on_gpu else None,
         )
         return run_passes(host)
 

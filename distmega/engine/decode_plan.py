@@ -18,9 +18,11 @@ from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.lower.join_products import join_products
 from distmega.hostir.lower.pipeline import StagePart, link_stage
 from distmega.hostir.passes.resize import resized_ops
+from distmega.hostir.passes.split_sums import SumParts
 from distmega.kernels import late as kernels_late
 from distmega.kernels.hopper.plan.experts import is_of_experts
 from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.library.sum_parts import choose_sum_parts
 from distmega.kernels.machines import CPU
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena, tensor_space
 from distmega.kernels.tasks.cost import segment_us
@@ -123,9 +125,10 @@ class StagePlan:
         peer_memory: bool,
         apart: Container[str] = (),
         kept: Container[str] = (),
+        sum_parts: SumParts | None = None,
     ) -> HostProgram:
         """One rank's host program, its peers named on the mesh of all ranks. apart: ops that no
-        megakernel shall do; kept: those that no rule replaces.
+        megakernel shall do; kept: those that no rule replaces; sum_parts: as lower_program.
         """
         on_cpu = self.plan.machine == CPU
         return host_late.lower_program(
@@ -139,6 +142,7 @@ class StagePlan:
             kept=kept,
             cost=lambda program: segment_us(program, H200_DEVICE),
             is_usable=pays,
+            sum_parts=sum_parts,
         )
 
 
@@ -432,7 +436,8 @@ def lower_library_decode(decode_plan: DecodePlan) -> HostProgram:
     if on_gpu and staged.stage.num_stages == 1 and PEAKS in program.tensor_map():
         outputs = tuple(dict.fromkeys((*program.outputs, PEAKS)))
         local = replace(local, program=replace(local.program, outputs=outputs))
-    host = staged.lower(local, megakernel=False, peer_memory=False)
+    sum_parts = choose_sum_parts if on_gpu else None
+    host = staged.lower(local, megakernel=False, peer_memory=False, sum_parts=sum_parts)
     return host_late.run_passes(link_stage([StagePart(stage=staged.stage, host=host)]))
 
 

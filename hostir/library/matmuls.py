@@ -179,6 +179,32 @@ def compile_shaped(op: Op, multiply: ShapedProduct) -> OpFunction:
     return run
 
 
+def compile_split(op: Op) -> OpFunction:
+    """An op of kind split_linear."""
+    num_parts, num_rows = len(op.writes), len(op.writes[0].dims) - 1
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        x, w = operands
+        num_sums = math.prod(x.shape[num_rows:])
+        found = split_product(x.reshape(-1, num_sums), w.reshape(-1, num_sums), num_parts)
+        return found.view(num_parts, *x.shape[:num_rows], -1).unbind(0)
+
+    return run
+
+
+def split_product(x: Tensor, w: Tensor, num_parts: int) -> Tensor:
+    """Parts of x W', f32 [num_parts, rows, columns], of x [rows, sums] and w [columns, sums]: each
+    of equally many terms, the first in the first. num_parts divides the sums.
+    """
+    (rows, num_sums), columns = x.shape, w.shape[0]
+    each = num_sums // num_parts
+    xs = x.reshape(rows, num_parts, each).transpose(0, 1)
+    ws = w.reshape(columns, num_parts, each).permute(1, 2, 0)
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.bmm(xs, ws, out_dtype=torch.float32)
+    return torch.bmm(xs.float(), ws.float())
+
+
 def compile_matmul(
     node: FusedMatmul, out: program.Tensor, matmuls: Matmuls
 ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:

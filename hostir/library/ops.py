@@ -24,6 +24,7 @@ from distmega.hostir.library.heads import compile_heads, move_heads
 from distmega.hostir.library.matmuls import (
     compile_mixed,
     compile_shaped,
+    compile_split,
     mixed_product,
     shaped_product,
 )
@@ -419,6 +420,7 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     "fused_linear": lambda op, coordinate: compile_mixed(op, mixed_product),
     "fused_product": lambda op, coordinate: compile_shaped(op, shaped_product),
     "fused_heads": lambda op, coordinate: compile_heads(op, move_heads),
+    "split_linear": lambda op, coordinate: compile_split(op),
     "fused_rows": lambda op, coordinate: compile_rows(op, run_rows),
     "opaque": lambda op, coordinate: compile_opaque(op),
 }

@@ -38,6 +38,7 @@ from distmega.hostir.passes.join_rows import join_rows
 from distmega.hostir.passes.mix_columns import mix_columns
 from distmega.hostir.passes.norm_sums import norm_sums
 from distmega.hostir.passes.order_results import order_results
+from distmega.hostir.passes.split_sums import SumParts, split_sums
 from distmega.program.kinds import kind_of, kinds
 from distmega.program.ops.compute import communication_axis
 from distmega.program.types import Op, Program, Tensor, accesses
@@ -56,7 +57,9 @@ MAX_STREAMS = 4
 """Streams besides the main one that a host loop uses, unless the caller knows better."""
 
 JOINS = (mix_columns, norm_sums, join_formulas, join_rows, order_results)
-"""What joins library ops once fuse_ops has, in order; each is a file of hostir/passes/."""
+"""What joins library ops once fuse_ops has, in order; each is a file of hostir/passes/. Then comes
+split_sums.
+"""
 
 Encodable = Callable[[Op, Mapping[str, Tensor], Mapping[str, tuple[int, ...]]], bool]
 """Whether a megakernel can do an op, given tensors by name, and the strides of its operands."""
@@ -96,8 +99,10 @@ class _Lowering:
         fused: Sequence[OverlapChoice],
         *,
         along_one: bool,
+        sum_parts: SumParts | None,
     ) -> None:
-        self.along_one = along_one
+        self.along_one, self.sum_parts = along_one, sum_parts
+        self.parts: Mapping[str, Tensor] = {}
         self.fused = {choice.pair.second: choice for choice in fused}
         self.firsts = {choice.pair.first for choice in fused}
         self.ops = {op.name: op for op in program.ops}
@@ -147,16 +152,20 @@ class _Lowering:
         body = fuse_ops(body, buffers, outputs, segments)
         for join in JOINS:
             body = join(body, buffers, outputs)
+        if self.sum_parts is not None:
+            body, self.parts = split_sums(body, buffers, outputs, self.sum_parts)
         return body
 
     def declared(self, body: Sequence[Node], tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Buffers of a body: what the caller gives, the temps in use as they are stored, chunks."""
+        """Buffers of a body: what the caller gives, the temps in use as they are stored, chunks,
+        parts of sums.
+        """
         used = {name for node in walk_nodes(body) for name in named_buffers(node)}
         used |= set(self.program.outputs)
         whole = [t for t in self.program.tensors if t.role != "temp" or t.name in used]
         chunks = self.lowered.chunks.values()
         parts = [t for t in chunks if t.name not in tensors and t.name in used]
-        return (*map(self.stored, whole), *parts)
+        return (*map(self.stored, whole), *parts, *self.parts.values())
 
     def stored(self, tensor: Tensor) -> Tensor:
         return (
@@ -270,6 +279,7 @@ def lower_program(
     along_one: bool = True,
     cost: Cost | None = None,
     is_usable: Callable[[RewriteRule], bool] | None = None,
+    sum_parts: SumParts | None = None,
 ) -> HostProgram:
     """One rank's host program, not yet freed: run passes.run_passes on it.
 
@@ -292,6 +302,8 @@ def lower_program(
         along_one: Whether a segment's collectives are along one mesh axis.
         cost: By which it must be better, by default what the rules' kernels save.
         is_usable: Whether a rule's kernels pay at a program's sizes, always if None.
+        sum_parts: With `fuse`: into how many parts the sums of a product are cut where the op
+            behind it adds them up (split_sums.py); none are if None.
     """
     _require_lowerable(local, peer_memory, max_streams)
     fused = local.fused if peer_memory else ()
@@ -312,7 +324,9 @@ def lower_program(
         program = apply_rules(program, rules, cost, stays)
     elif rules:
         program = fuse_graphs(program, rules, stays, is_usable)
-    lowering = _Lowering(local, program, fits, max_streams, fuse, fused, along_one=along_one)
+    lowering = _Lowering(
+        local, program, fits, max_streams, fuse, fused, along_one=along_one, sum_parts=sum_parts
+    )
     return lowering.run()
 
 

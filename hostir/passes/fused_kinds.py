@@ -10,8 +10,10 @@
   or the upper and the lower half of the one. See mix_columns.py.
 - fused_product: `expr` of a0, a product of x and a weight, plus a bias if it reads one. See
   join_formulas.py.
+- split_linear: a product, each of its results a part of the sums in f32, the first terms in the
+  first; with no bias. See split_sums.py.
 - fused_rows: `steps` over rows, formulas and norms in turn, of which it writes the values `outs` in
-  `dtypes`. See join_rows.py.
+  `dtypes`. See join_rows.py and split_sums.py.
 
 Next: fuse.py.
 """
@@ -28,6 +30,7 @@ define(OpKind(name="fused_norm", origin="internal", is_norm=True))
 define(OpKind(name="fused_heads", origin="internal", inplace=True))
 define(OpKind(name="fused_linear", origin="internal", flops=lambda op, work: 4 * work.points))
 define(OpKind(name="fused_product", origin="internal", flops=lambda op, work: 2 * work.points))
+define(OpKind(name="split_linear", origin="internal", flops=lambda op, work: 2 * work.points))
 define(OpKind(name="fused_rows", origin="internal"))
 
 

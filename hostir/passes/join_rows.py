@@ -2,47 +2,17 @@
 
 Comes in: a body of lower.py, after join_formulas.py. Where an op over rows, a norm or a formula of
 each element, stands directly behind another whose result it takes, and one of them is a norm, goes
-out: one op of kind fused_rows. Results that others read too stay results. Next: order_results.py.
+out: one op of kind fused_rows. Results that others read too stay results. Next: row_ops.py.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distmega.hostir.ir.nodes import LibraryOp, Node
-from distmega.hostir.passes.fused_kinds import NormStep, Step, op_exprs, row_steps
 from distmega.hostir.passes.joining import join_ops, last_work, take
-from distmega.program import expr
-from distmega.program.dtypes import FLOATS_TO_F32
-from distmega.program.kinds import kind_of
-from distmega.program.ops.axis_views import access_axes, is_plain
-from distmega.program.ops.parts import make_op
-from distmega.program.types import Access, Axis, Op, Tensor, accesses, grouped_index
-
-MAX_READS = 8
-MAX_WRITES = 4
-MAX_FLOPS = 64
-"""What one kernel takes: operands, results, and function applications an element."""
-MAX_COLUMNS = 8192
-MAX_HELD = 40960
-"""Elements of a row at a time, and of all whole operands and results, which registers hold."""
-_SUM = expr.parse("a0 + a1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RowOp:
-    """An op over rows of the last of `axes`: values as of RowSteps, and which of them is written
-    where.
-    """
-
-    axes: tuple[Axis, ...]
-    operands: tuple[Access, ...]
-    steps: tuple[Step, ...]
-    results: Mapping[Access, int]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(axis.name for axis in self.axes)
+from distmega.hostir.passes.row_ops import both_rows, fits_kernel, is_of_rows, rows_of, state_rows
+from distmega.program.types import Access, Tensor, accesses
 
 
 def join_rows(
@@ -68,14 +38,14 @@ class _RowJoining:
         """The op that does `node` and the one above it, which is taken from there; or the node."""
         at = _work_above(above)
         first = above[at] if at >= 0 else None
-        if not isinstance(first, LibraryOp) or not all(map(_is_of_rows, (first.op, node.op))):
+        if not isinstance(first, LibraryOp) or not all(map(is_of_rows, (first.op, node.op))):
             return node
         names = [{access.tensor for access in accesses(op)} for op in (first.op, node.op)]
         made = {access.tensor for access in first.op.writes}
         shown = {access.tensor for other in above[at:] for access in _viewed(other)}
         if made.isdisjoint(names[1]) or not made.isdisjoint(shown):
             return node
-        both = _both(_rows_of(first.op, buffers), _rows_of(node.op, buffers))
+        both = both_rows(rows_of(first.op, buffers), rows_of(node.op, buffers))
         if both is None:
             return node
         shared = Counter(names[0] & names[1])
@@ -87,11 +57,11 @@ class _RowJoining:
         }
         kept = {access: n for access, n in both.results.items() if access.tensor not in gone}
         joined = replace(both, results=kept)
-        if not kept or not _fits(joined):
+        if not kept or not fits_kernel(joined):
             return node
         self.fewer += shared
         take(above, {at}, gone)
-        return LibraryOp(op=_state(node.op.name, joined, buffers))
+        return LibraryOp(op=state_rows(node.op.name, joined, buffers))
 
 
 def _work_above(above: Sequence[Node]) -> int:
@@ -105,158 +75,3 @@ def _work_above(above: Sequence[Node]) -> int:
 def _viewed(node: Node) -> tuple[Access, ...]:
     """What a view shows; nothing for other nodes."""
     return node.op.reads if isinstance(node, LibraryOp) and node.op.is_view else ()
-
-
-def _is_of_rows(op: Op) -> bool:
-    """Whether an op is a norm, a formula of each element, or both."""
-    kind = kind_of(op)
-    is_one = op.kind == "fused_rows" or kind.is_norm or kind.is_elementwise
-    return is_one and grouped_index(op) is None
-
-
-def _rows_of(op: Op, buffers: Mapping[str, Tensor]) -> _RowOp | None:
-    """The op as steps; None where its results are no rows of one extent, an axis a dim, or of types
-    that kernels do not take.
-    """
-    types = {buffers[access.tensor].dtype for access in accesses(op)}
-    outs = {access_axes(access) for access in op.writes}
-    if not types.issubset(FLOATS_TO_F32) or len(outs) > 1 or not all(map(is_plain, op.writes)):
-        return None
-    (names,) = outs
-    axes = tuple(op.axis(name) for name in names)
-    if len(axes) < 2 or {axis.name for axis in op.axes} - {*names} - _reduced(op):
-        return None
-    operands, steps, values = _steps_of(op)
-    if any(not {*access_axes(access)} <= {*names} for access in operands):
-        return None
-    results = dict(zip(op.writes, values, strict=True))
-    return _RowOp(axes=axes, operands=operands, steps=steps, results=results)
-
-
-def _reduced(op: Op) -> set[str]:
-    """The axis along which a norm reads whole rows."""
-    reduced = {axis.name for axis in op.axes if axis.role == "reduce"}
-    return reduced if kind_of(op).is_norm else set()
-
-
-def _steps_of(op: Op) -> tuple[tuple[Access, ...], tuple[Step, ...], tuple[int, ...]]:
-    """Operands, steps, and the value of each result."""
-    if op.kind == "fused_rows":
-        found = row_steps(op)
-        return op.reads, found.steps, found.outs
-    if kind_of(op).is_elementwise:
-        trees, first = op_exprs(op), len(op.reads)
-        return op.reads, trees, tuple(range(first, first + len(trees)))
-    eps = op.get("eps", 0.0)
-    assert isinstance(eps, float | int), "of a verified norm"
-    norm, num_rows = str(op.get("norm", "")), 1
-    if norm:  # of a sum
-        num_rows = 2
-    vectors = op.reads[2 * num_rows :]
-    operands = (*op.reads[: 2 * num_rows : 2], *vectors)
-    numbers = [*range(num_rows, num_rows + len(vectors)), -1, -1][:2]
-    step = NormStep(
-        norm=norm or kind_of(op).statistics,
-        x=len(operands) if norm else 0,
-        weight=numbers[0],
-        bias=numbers[1],
-        eps=float(eps),
-    )
-    if norm:
-        return operands, (_SUM, step), (len(operands) + 1, len(operands))
-    return operands, (step,), (len(operands),)
-
-
-def _both(first: _RowOp | None, then: _RowOp | None) -> _RowOp | None:
-    """Both as one, whose results are those of both; None where `then` takes results of the first in
-    another order, or none of them is a norm.
-    """
-    if first is None or then is None:
-        return None
-    if not any(isinstance(step, NormStep) for step in (*first.steps, *then.steps)):
-        return None
-    if [a.extent for a in first.axes] != [a.extent for a in then.axes]:
-        return None
-    first = _renamed(first, then)
-    made = {access.tensor for access in first.results}
-    given = [access for access in then.operands if access not in first.results]
-    if any(access.tensor in made for access in given):
-        return None
-    operands = tuple(dict.fromkeys((*first.operands, *given)))
-    own = {access: n for n, access in enumerate(operands)}
-    num, behind = len(operands), len(operands) + len(first.steps)
-    numbers = [own[access] for access in first.operands]
-    earlier = _moved(first, numbers, num)
-    held = {access: _number(n, numbers, num) for access, n in first.results.items()}
-    taken = [held[access] if access in held else own[access] for access in then.operands]
-    later = _moved(then, taken, behind)
-    results = held | {access: _number(n, taken, behind) for access, n in then.results.items()}
-    return _RowOp(axes=then.axes, operands=operands, steps=(*earlier, *later), results=results)
-
-
-def _renamed(rows: _RowOp, like: _RowOp) -> _RowOp:
-    """With the axis names of another, in their order."""
-    names = dict(zip(rows.names, like.names, strict=True))
-
-    def renamed(access: Access) -> Access:
-        dims = (replace(i, axes=tuple(names[n] for n in i.axes)) for i in access.dims)
-        return Access(tensor=access.tensor, dims=tuple(dims))
-
-    return replace(
-        rows,
-        axes=like.axes,
-        operands=tuple(map(renamed, rows.operands)),
-        results={renamed(access): n for access, n in rows.results.items()},
-    )
-
-
-def _number(value: int, operands: Sequence[int], first_step: int) -> int:
-    """The number of a value where operands have other ones, and steps begin at `first_step`."""
-    behind = value - len(operands)
-    return operands[value] if behind < 0 else first_step + behind
-
-
-def _moved(rows: _RowOp, operands: Sequence[int], first_step: int) -> tuple[Step, ...]:
-    """The steps where values have other numbers; see _number."""
-
-    def number(value: int) -> int:
-        return value if value < 0 else _number(value, operands, first_step)
-
-    def moved(step: Step) -> Step:
-        match step:
-            case NormStep():
-                return replace(
-                    step, x=number(step.x), weight=number(step.weight), bias=number(step.bias)
-                )
-            case expr.Arg(index):
-                return expr.Arg(number(index))
-            case expr.Call(fn, parts):
-                return expr.Call(fn, tuple(map(moved, parts)))  # type: ignore[arg-type]
-        return step
-
-    return tuple(map(moved, rows.steps))
-
-
-def _fits(rows: _RowOp) -> bool:
-    """Whether one kernel does it."""
-    columns = rows.axes[-1].extent
-    whole = sum(len(access_axes(access)) == len(rows.axes) for access in rows.operands)
-    padded = 1 << (columns - 1).bit_length()
-    flops = sum(expr.num_flops(s) for s in rows.steps if not isinstance(s, NormStep))
-    return (
-        len(rows.operands) <= MAX_READS
-        and len(rows.results) <= MAX_WRITES
-        and flops <= MAX_FLOPS
-        and columns <= MAX_COLUMNS
-        and padded * (whole + len(rows.results)) <= MAX_HELD
-    )
-
-
-def _state(name: str, rows: _RowOp, buffers: Mapping[str, Tensor]) -> Op:
-    """The op of kind fused_rows."""
-    writes = tuple(rows.results)
-    return make_op(
-        name, "fused_rows", rows.axes, rows.operands, writes,
-        steps=tuple(map(str, rows.steps)), outs=tuple(rows.results.values()),
-        dtypes=tuple(buffers[access.tensor].dtype for access in writes),
-    )  # fmt: skip

@@ -16,6 +16,7 @@ from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.library import row_steps
 from distmega.kernels.library.device_ops import KernelOps
+from distmega.kernels.library.sum_parts import choose_sum_parts
 from distmega.kernels.pipelined import api
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
@@ -47,7 +48,9 @@ def block(rows: int, hidden: int, ffn: int, dtype: str) -> Program:
 
 
 def lowered(program: Program) -> HostProgram:
-    raw = lower_program(local(program), megakernel=False, peer_memory=False, fuse=True)
+    raw = lower_program(
+        local(program), megakernel=False, peer_memory=False, fuse=True, sum_parts=choose_sum_parts
+    )
     return run_passes(raw)
 
 
@@ -132,6 +135,27 @@ def test_norms_and_formulas_of_rows_are_one_kernel(dtype, extents, monkeypatch):
     found = evaluator(host).run(tensors)
     for name in program.outputs:
         assert distance(found[name], exact[name]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("extents", [(17, 1024, 4096), (64, 2048, 2048), (33, 4096, 14336)])
+def test_a_norm_adds_up_parts_of_sums(extents, dtype, monkeypatch):
+    rows, columns, terms = extents
+    p = ProgramBuilder("parts")
+    x, h = p.input("x", (rows, columns), dtype), p.input("h", (rows, terms), dtype)
+    b, g = (p.weight(name, (columns,), dtype) for name in "bg")
+    y = p.linear(h.map("a0 * 0.02"), p.weight("w", (columns, terms), dtype), b)
+    program = p.build(p.rms_norm(p.pointwise("a0 + a1", x, y, name="t"), g, 1e-5, name="n"))
+    host = lowered(program)
+    kinds = [node.op.kind for node in host.body if isinstance(node, LibraryOp)]
+    assert kinds == ["pointwise", "split_linear", "fused_rows"]
+    tensors = given(host)
+    exact, plain = in_float64(program, tensors)["n"], run_program(program, tensors)["n"]
+    monkeypatch.setattr(row_steps, "run_by_torch", None)
+    run = evaluator(host)
+    found = run.run(tensors)["n"].clone()
+    assert distance(found, exact) <= 1.25 * distance(plain, exact)
+    assert torch.equal(CapturedHost(run, tensors, copy_states=False).run({})["n"], found)
 
 
 def test_a_captured_block_replays_with_new_inputs():

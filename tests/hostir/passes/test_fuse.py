@@ -11,6 +11,7 @@ from distmega.hostir.ir.nodes import Allocate, HostProgram, LibraryOp, walk_node
 from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.passes.split_sums import SumParts
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.program.builder import Handle, ProgramBuilder
@@ -18,8 +19,12 @@ from distmega.program.types import Program
 from tests.hostir.programs import local, random_tensors, run_program
 
 
-def lowered(program: Program, *, fuse: bool = True) -> HostProgram:
-    raw = lower_program(local(program), megakernel=False, peer_memory=False, fuse=fuse)
+def lowered(
+    program: Program, *, fuse: bool = True, sum_parts: SumParts | None = None
+) -> HostProgram:
+    raw = lower_program(
+        local(program), megakernel=False, peer_memory=False, fuse=fuse, sum_parts=sum_parts
+    )
     return run_passes(raw)
 
 
@@ -29,11 +34,14 @@ def steps(host: HostProgram) -> list[str]:
     return [f"{op.kind} {' '.join(access.tensor for access in op.writes)}" for op in ops]
 
 
-def check(program: Program) -> list[str]:
+def check(
+    program: Program, sum_parts: SumParts | None = None, *, error: float | None = None
+) -> list[str]:
     """The fused program gives what its ops one by one give, by torch and by the kernels' fallback,
-    and reads back from its text; its steps.
+    and reads back from its text; its steps. error: largest of a result, relative above 1, where
+    others are rounded.
     """
-    host = lowered(program)
+    host = lowered(program, sum_parts=sum_parts)
     assert parse_host(print_host(host)) == host
     check_host(host)
     tensors = random_tensors(host)
@@ -43,7 +51,7 @@ def check(program: Program) -> list[str]:
         found = Evaluator(host, SingleCommunicator(host.mesh), {}, ops=ops).run(given)
         for name in program.outputs:
             assert found[name].dtype == expected[name].dtype
-            torch.testing.assert_close(found[name], expected[name])
+            torch.testing.assert_close(found[name], expected[name], rtol=error, atol=error)
     return steps(host)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from distmega.hostir.ir.nodes import LibraryOp
 from distmega.hostir.passes.fused_kinds import row_steps
-from distmega.hostir.passes.join_rows import MAX_COLUMNS
+from distmega.hostir.passes.row_ops import MAX_COLUMNS
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from tests.hostir.passes.test_fuse import check, lowered

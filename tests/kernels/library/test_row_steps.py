@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distmega.hostir.passes.fused_kinds import NormStep, RowSteps
-from distmega.hostir.passes.join_rows import MAX_COLUMNS, MAX_READS, MAX_WRITES
+from distmega.hostir.passes.row_ops import MAX_COLUMNS, MAX_READS, MAX_WRITES
 from distmega.kernels.library.row_steps import row_strides, run_steps, tile_of
 from distmega.program import expr
 from tests.forked import run_module
