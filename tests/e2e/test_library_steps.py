@@ -35,13 +35,17 @@ def decode_plan_of(model: str, num_layers: int, batch: int = BATCH) -> DecodePla
     return lower_decode(config, staged, options, peer_memory=False)
 
 
-@pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.2-1b"])
-def test_a_layer_is_eight_launches(model: str):
+@pytest.mark.parametrize(("model", "out"), [("qwen3-8b", "whole"), ("llama-3.2-1b", "parts")])
+def test_a_layer_is_eight_launches(model: str, out: str):
+    """out: the sums of attention's projection, which the norm behind adds up where they are parts,
+    as it does those of the other product with few columns.
+    """
     host = lower_library_decode(decode_plan_of(model, 3, 64))
     ops = [node.op for node in host.body if isinstance(node, LibraryOp) and not node.op.is_view]
+    projection = {"whole": ["linear", "fused_norm"], "parts": ["split_linear", "fused_rows"]}
     assert [op.kind for op in ops if op.name.startswith("layers.1.")] == [
-        "fused_norm", "linear", "fused_heads", "attention", "linear", "fused_norm", "fused_linear",
-        "linear",
+        "fused_rows", "linear", "fused_heads", "attention", *projection[out], "fused_linear",
+        "split_linear",
     ]  # fmt: skip
     assert len(ops) == 8 * 3 + 4, "and embedding, last norm, logits, argmax"
 

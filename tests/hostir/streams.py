@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ def small_integers(program: Program, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def lowered(
-    program: Program, mesh: DeviceMesh, annotations: Mapping[str, Layout], **options: bool | int
+    program: Program, mesh: DeviceMesh, annotations: Mapping[str, Layout], **options: Any
 ) -> tuple[Plan, LocalProgram, HostProgram]:
     """A checked host program; what it prints reads back."""
     plan = plan_program(program, mesh, CPU, annotations)

@@ -33,7 +33,8 @@ def declared(name: str, x: torch.Tensor, role: str = "input") -> Tensor:
 def test_every_kind_has_a_function():
     parts = "pointwise", "norm", "heads", "linear", "product", "rows"
     fused = {f"fused_{part}" for part in parts}
-    assert {*user_kinds(), "take_shard", *fused} == set(library.library_kinds())
+    internal = {"take_shard", "split_linear", *fused}
+    assert {*user_kinds(), *internal} == set(library.library_kinds())
 
 
 def test_an_unknown_kind_is_named():

@@ -5,13 +5,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from distmega.hostir.ir.nodes import LibraryOp
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.hostir.ir.nodes import ForLoop, LibraryOp
 from distmega.hostir.library.matmuls import split_product
 from distmega.hostir.passes.fused_kinds import row_steps
 from distmega.hostir.passes.split_sums import SumParts
+from distmega.hostir.run.evaluator import Evaluator
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
+from distmega.sharding.layout.placements import stream
 from tests.hostir.passes.test_fuse import check, lowered
+from tests.hostir.programs import random_tensors, run_program
+from tests.hostir.streams import ONE
+from tests.hostir.streams import lowered as streamed
 
 EPS = 1e-5
 DTYPE = "f16"
@@ -155,3 +161,22 @@ def test_parts_are_sums_of_neighbouring_terms(dtype):
     for n in range(3):
         terms = slice(4 * n, 4 * n + 4)
         assert torch.equal(parts[n], x[:, terms].float() @ w[:, terms].float().T)
+
+
+def test_products_in_host_loops_are_split():
+    """Each iteration has parts of its own rows."""
+    p = ProgramBuilder("loop")
+    x = p.input("x", (8, 16), DTYPE)
+    y = p.linear(x, p.weight("w", (16, 16), DTYPE), name="y")
+    total = x.map("a0 + a1", p.layer_norm(y, None, None, EPS), name="total")
+    program = p.build(p.linear(total, p.weight("v", (16, 16), DTYPE), name="z"))
+    marks = {"total": stream(0, 4)}
+    _, _, host = streamed(program, ONE, marks, fuse=True, sum_parts=two)
+    (loop,) = [node for node in host.body if isinstance(node, ForLoop)]
+    kinds = [node.op.kind for node in loop.body if isinstance(node, LibraryOp)]
+    assert kinds[:2] == ["split_linear", "fused_rows"]
+    assert {b.shape for b in host.buffers if b.name.startswith("y.part")} == {(2, 16)}
+    tensors = random_tensors(host)
+    expected = run_program(program, {name: x.clone() for name, x in tensors.items()})
+    found = Evaluator(host, SingleCommunicator(host.mesh), {}).run(tensors)
+    torch.testing.assert_close(found["z"], expected["z"], rtol=ERROR, atol=4 * ERROR)
