@@ -9,6 +9,7 @@ for another's part. Next: order_results.py.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from distmega.hostir.ir.nodes import Allocate, LibraryOp, Node
 from distmega.hostir.passes.fused_kinds import is_product
@@ -64,30 +65,20 @@ class _Splitting:
         if not isinstance(product, LibraryOp) or not is_product(product.op):
             return node
         gone = product.op.writes[0].tensor
-        if not is_of_rows(node.op) or not is_handed_on(gone, buffers, uses):
-            return node
-        rows, num_parts = rows_of(node.op, buffers), self.num_parts(product.op, buffers)
+        rows = rows_of(node.op, buffers) if is_of_rows(node.op) else None
         operand = None if rows is None else _whole_operand(rows, gone)
-        if rows is None or operand is None or num_parts == 1:
+        if rows is None or operand is None or not is_handed_on(gone, buffers, uses):
             return node
+        num_parts = self.num_parts(product.op, buffers)
         names = self.part_names(gone, num_parts)
-        bias = [
-            Access(tensor=access.tensor, dims=(Index(axes=rows.names[-1:]),))
-            for access in product.op.reads[2:]
-        ]
-        parts = [Access(tensor=name, dims=operand.dims) for name in names]
-        summed = with_sum(rows, operand, [*parts, *bias])
-        if not fits_kernel(summed):
+        summed = with_sum(rows, operand, _terms(product.op, operand, names))
+        if num_parts == 1 or not fits_kernel(summed):
             return node
-        (out,) = product.op.writes
-        writes = [Access(tensor=name, dims=out.dims) for name in names]
-        axes, reads = product.op.axes, product.op.reads[:2]
-        made = make_op(product.op.name, "split_linear", axes, reads, writes)
         take(above, {at}, {gone})
-        above += [*(Allocate(buffer=name) for name in names), LibraryOp(op=made)]
-        shape = buffers[gone].shape
-        self.made |= {n: Tensor(name=n, shape=shape, dtype="f32", role="temp") for n in names}
-        self.names |= {*names}
+        above += [Allocate(buffer=name) for name in names]
+        above.append(LibraryOp(op=_split(product.op, names)))
+        for name in names:
+            self.made[name] = replace(buffers[gone], name=name, dtype="f32")
         return LibraryOp(op=state_rows(node.op.name, summed, buffers))
 
     def num_parts(self, product: Op, buffers: Mapping[str, Tensor]) -> int:
@@ -105,6 +96,20 @@ class _Splitting:
         while any(f"{base}{n}" in self.names for n in range(num)):
             base += "_"
         return [f"{base}{n}" for n in range(num)]
+
+
+def _split(product: Op, names: Sequence[str]) -> Op:
+    """The product's sums, a part in each of these tensors, without its bias."""
+    (out,) = product.writes
+    writes = [replace(out, tensor=name) for name in names]
+    return make_op(product.name, "split_linear", product.axes, product.reads[:2], writes)
+
+
+def _terms(product: Op, operand: Access, names: Sequence[str]) -> list[Access]:
+    """What adds up to the product where an op over rows reads it whole: its parts and its bias."""
+    columns = operand.dims[-1:]
+    parts = [replace(operand, tensor=name) for name in names]
+    return [*parts, *(replace(bias, dims=columns) for bias in product.reads[2:])]
 
 
 def _whole_operand(rows: RowOp, name: str) -> Access | None:
