@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 from distmega.errors import DistmegaError, RequestError, argument
 
 MAX_COUNT = 2**31 - 1
+MAX_NUMBER = 2**63 - 1
 SHOWN_BITS = 64
 SHOWN_CHARS = 100
 SHOWN_ITEMS = 12

@@ -12,10 +12,11 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from distmega.arguments import is_list, require_switch, require_whole, shown
+from distmega.arguments import MAX_NUMBER, is_list, require_switch, require_whole, shown
 from distmega.engine.calls import Calls, require_tokens
 from distmega.engine.decode_plan import (
     DecodePlan,
@@ -262,8 +263,8 @@ class Engine(OwnProcess):
         Prefills.run gives them.
         """
         _require_prompts(prompts)
-        require_whole("limit", limit, 0)
-        if not prompts:
+        require_whole("limit", limit, 0, MAX_NUMBER)
+        if not len(prompts):
             raise RequestError("no prompt", expected="at least one", remedy="give a prompt")
         own = self._sampling[: len(prompts)]
         each = own if sampling is None else sampling_of_each(sampling, len(prompts))
@@ -336,7 +337,7 @@ class Engine(OwnProcess):
 
     def reseed(self, seed: int) -> None:
         """From now on, decode steps interleave tasks as `seed` says; 0 takes SMs in turn."""
-        require_whole("seed", seed, 0)
+        require_whole("seed", seed, 0, MAX_NUMBER)
         for kernel in self._decode.cpu_kernels.values():
             kernel.interpreter.reseed(seed or None)
 
@@ -611,7 +612,8 @@ def require_opened(source: object, options: object) -> None:
 
 
 def _require_prompts(prompts: object) -> None:
-    if not is_list(prompts):
+    is_matrix = isinstance(prompts, Tensor | np.ndarray) and prompts.ndim == 2
+    if not is_list(prompts) and not is_matrix:
         raise RequestError(
             f"{argument('prompts')} {shown(prompts)}",
             expected="the tokens of each prompt in a list",

@@ -7,11 +7,12 @@ h = p.linear(x, p.weight("w1", (256, 64))).map("silu(a0)")
 program = p.build(p.linear(h, p.weight("w2", (64, 256))))
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from distmega.arguments import SHOWN_BITS, is_list, require_switch, require_type, shown
+from distmega.arguments import is_list, require_switch, require_type, shown
 from distmega.errors import ProgramError
 from distmega.program.dtypes import short_dtype
 from distmega.program.ops import attention, data_movement, experts, lookups, norms, opaque, sampling
@@ -86,11 +87,11 @@ class Handle:
             return self.map(text.format("a1"), other)
         if not isinstance(other, int | float):
             return NotImplemented
-        if isinstance(other, int) and other.bit_length() > SHOWN_BITS:
+        if isinstance(other, int) and abs(other) > sys.float_info.max:
             raise ProgramError(
                 f"{self.name!r} with a number {shown(other)}",
-                expected=f"one of at most {SHOWN_BITS} bits",
-                remedy="write a larger one as a float",
+                expected=f"one of at most {sys.float_info.max}",
+                remedy="scale the other operand",
             )
         return self.map(text.format(repr(other if type(other) is int else float(other))))
 

@@ -6,7 +6,7 @@ sharding (padding, splits), of costs, of verification and of the library that ru
 is adding a function and its definition in a file of ops/. Next on the walk: ops/compute.py.
 """
 
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -87,10 +87,14 @@ def one_of(*texts: str) -> AttrRule:
     return AttrRule(lambda value: value in texts, f"one of {', '.join(texts)}")
 
 
-NUMBER = AttrRule(lambda value: type(value) is float and math.isfinite(value), "a finite float")
+def _is_finite(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+
+
+NUMBER = AttrRule(_is_finite, "a finite number")
 POSITIVE_OR_ZERO = AttrRule(
-    lambda value: NUMBER.fits(value) and value >= 0,  # type: ignore[operator]
-    "a finite float of at least 0",
+    lambda value: _is_finite(value) and value >= 0,  # type: ignore[operator]
+    "a finite number of at least 0",
 )
 COUNT = AttrRule(
     lambda value: type(value) is int and 0 <= value < 2**63, "a whole number of at least 0"
@@ -184,7 +188,7 @@ class OpKind:
     host_reads: str = ""
     zero_where: ZeroWhere = never_zero
     finite_where: Callable[[StatedOp, Set[int]], bool] = always_finite
-    attrs: Mapping[str, AttrRule] = field(default_factory=dict)
+    attrs: Mapping[str, AttrRule] = field(default_factory=dict, hash=False)
     flops: Flops = no_flops
     grouped_flops: Callable[[StatedOp, float], float] = two_a_point
     reference: Reference | None = None

@@ -220,7 +220,7 @@ def verify_program(program: Program) -> Program:
     """
     is_text = isinstance(program.name, str) and program.name != "" and program.name.isprintable()
     if not is_text or program.name != " ".join(program.name.split()):
-        raise _broken(program, "its name", "one line of text, without spaces at its ends")
+        raise _broken(program, "its name", "one printable line, without spaces at its ends")
     tensors = program.tensor_map()
     if len(tensors) != len(program.tensors):
         raise _broken(program, "two tensors share a name", "unique tensor names")

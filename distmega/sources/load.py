@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from distmega.arguments import require_whole
+from distmega.arguments import MAX_NUMBER, require_whole
 from distmega.errors import ModelError
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import AnyDecoder
@@ -50,7 +50,7 @@ def open_model(name: str | PathLike[str], *, seed: int = 0) -> ModelSource:
     Every weight is checked for presence, shape and completeness; ModelError says what is wrong.
     RequestError for a seed that is no whole number from 0 on.
     """
-    require_whole("seed", seed, 0)
+    require_whole("seed", seed, 0, MAX_NUMBER)
     location = locate_model(name, weights=True)
     if location.kind == "gguf":
         return _open_gguf(location)

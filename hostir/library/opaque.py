@@ -56,7 +56,55 @@ def compile_opaque(op: Op) -> OpFunction:
         graph = open_graph(text)
         return lambda operands: tuple(_owned(hold(x), operands) for x in graph(operands))
     function = find_operator(str(op.attr("target")))
-    return read_call(text, lambda call: _bound(function, *call))
+
+    def read(call: Any) -> OpFunction:
+        args, kwargs, kept = call
+        _check(args, kwargs, kept, len(op.reads), _num_results(function))
+        return _bound(function, args, kwargs, kept)
+
+    return read_call(text, read)
+
+
+def _num_results(function: Callable[..., Any]) -> int | None:
+    """How many results each call of a function has; None where that isn't known before."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return None
+    results = function._schema.returns
+    is_list = any(isinstance(each.type, torch.ListType) for each in results)
+    return None if is_list else len(results)
+
+
+def _check(args: Any, kwargs: Any, kept: Any, num_operands: int, num_results: int | None) -> None:
+    """Any error but ProgramError for what encode_call did not write."""
+
+    def special(kind: str, content: Any) -> object:
+        match kind:
+            case "device":
+                return None
+            case "tensor":
+                return _position(content, num_operands)
+            case "held":
+                position, dtype = content
+                return _position(position, num_operands), DTYPES[dtype]
+            case "empty":
+                shape, dtype = content
+                return [_position(extent) for extent in shape], DTYPES[dtype]
+            case _:
+                raise ValueError(f"nothing of kind {kind!r}")
+
+    if not isinstance(args, list) or not isinstance(kept, list):
+        raise TypeError("arguments and results are lists")
+    decode_value(args, special)
+    decode_named(kwargs, special)
+    for number in kept:
+        _position(number, num_results)
+
+
+def _position(number: object, end: int | None = None) -> int:
+    """A number from 0 on, below `end` if there is one; IndexError for anything else."""
+    if type(number) is not int or number < 0 or (end is not None and number >= end):
+        raise IndexError(f"position {number!r} of {end}")
+    return number
 
 
 def _bound(

@@ -9,6 +9,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping
+from keyword import iskeyword
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,10 @@ _OF_NUMBERS = {
         builtins,
         ["abs", "bool", "divmod", "float", "int", "len", "max", "min", "pow", "round", "sum"],
     ),
-    "math": (math, [name for name in dir(math) if not name.startswith("_")]),
+    "math": (
+        math,
+        [name for name, found in vars(math).items() if name[0] != "_" and callable(found)],
+    ),
     "operator": (
         operator,
         sorted({*operator.__all__} - {"attrgetter", "call", "itemgetter", "methodcaller"}),
@@ -97,7 +101,9 @@ def read_call(text: str, read: Callable[[Any], T]) -> T:
         return read(json.loads(text))
     except ProgramError:
         raise
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (
+        ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         raise ProgramError(
             f"call {shown(text)} of an operator ({type(error).__name__}: {error})",
             expected="the JSON text of capture",
@@ -107,7 +113,7 @@ def read_call(text: str, read: Callable[[Any], T]) -> T:
 
 def decode_named(named: Mapping[str, object], special: Callable[[str, Any], object]) -> Any:
     """Arguments by name, which stand in code that torch writes of them."""
-    if not all(key.isidentifier() for key in named):
+    if not all(key.isidentifier() and not iskeyword(key) for key in named):
         raise ValueError(f"no names {shown(sorted(named))}")
     return {key: decode_value(value, special) for key, value in named.items()}
 
@@ -165,7 +171,7 @@ def find_operator(target: str) -> Callable[..., Any]:
     if found is None:
         found = torch.ops
         for part in target.split("."):
-            found = None if part.startswith("__") else getattr(found, part, None)
+            found = getattr(found, part, None)
         if not isinstance(found, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
             found = None
     if found is None:

@@ -9,7 +9,7 @@ from distmega.kernels.library.small_tiles import choose_small_tiles
 
 LEAST_ROWS, MOST_ROWS = 8, 128
 LEAST_COLUMNS, MOST_COLUMNS = 1024, 8192
-LEAST_TERMS, MOST_TERMS = 1024, 16384
+LEAST_TERMS, MOST_TERMS = 1024, 14336
 """Extents that were measured."""
 ALIGNED = 64
 """Terms of a part are a multiple."""

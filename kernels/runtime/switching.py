@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 TURN_S = 0.0002
+_ROUNDED_S = 1e-7
+"""Python cuts seconds to whole microseconds, 15 of which would become 14."""
 
 _lock = threading.Lock()
 _num_inside = 0
-_before_s = 0.0
+_before_s = _chosen_s = 0.0
 
 
 @contextmanager
@@ -23,16 +25,19 @@ def short_turns() -> Iterator[None]:
     """Within it, in whatever thread, threads take turns of TURN_S at most; when the last block ends
     they take those of before, unless somebody else has chosen others meanwhile.
     """
-    global _num_inside, _before_s
+    global _num_inside, _before_s, _chosen_s
     with _lock:
         if not _num_inside:
             _before_s = sys.getswitchinterval()
-            sys.setswitchinterval(min(_before_s, TURN_S))
+            if _before_s > TURN_S:
+                sys.setswitchinterval(TURN_S)
+            _chosen_s = sys.getswitchinterval()
         _num_inside += 1
     try:
         yield
     finally:
         with _lock:
             _num_inside -= 1
-            if not _num_inside and sys.getswitchinterval() <= TURN_S:
-                sys.setswitchinterval(_before_s)
+            is_ours = sys.getswitchinterval() == _chosen_s < _before_s
+            if not _num_inside and is_ours:
+                sys.setswitchinterval(_before_s + _ROUNDED_S)

@@ -10,6 +10,7 @@ from distmega.engine.decode_plan import prefill_size
 from distmega.engine.engine import Engine
 from distmega.engine.prefill import Prefills
 from distmega.engine.requests import EngineOptions
+from distmega.errors import RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -73,3 +74,15 @@ def test_prompts_in_micro_batches_do_not_become_graphs(micro_batches: int, captu
     decode_plan = replace(engine.decode_plan, options=options)
     found = Prefills(decode_plan, Mock(), engine.comm, torch.device("cuda"))
     assert found._captures == captures
+
+
+def test_prompts_may_be_rows_of_an_array_and_limits_any_number():
+    rows = torch.tensor([prompt_of(4), prompt_of(5)[:4]])
+    engine = open_tiny(batch=2)
+    wanted = engine.prefill_all(rows.tolist())
+    assert engine.prefill_all(rows) == engine.prefill_all(rows.numpy()) == wanted
+    listed = [*engine.generate_all(rows.tolist(), limit=3)]
+    assert [*engine.generate_all(rows, limit=3)] == listed
+    assert len([*engine.generate_all(rows, limit=2**63 - 1)]) == CONTEXT - 4 + 1
+    with pytest.raises(RequestError, match="expected the tokens of each prompt in a list"):
+        engine.prefill_all(rows[0])  # type: ignore[arg-type]

@@ -291,3 +291,12 @@ def test_numbers_that_are_whole_are_taken_as_floats():
         seen = p.attend(q, k, v, None, one, one)
         programs.append(p.build(p.rms_norm(seen, p.weight("w", (8,)), one)))
     assert print_program(programs[0]) == print_program(programs[1])
+
+
+def test_factors_are_what_a_float_holds():
+    p = ProgramBuilder("far")
+    x = p.input("x", (2,))
+    program = p.build(x * 2**70)
+    assert str(2.0**70) in print_program(program)
+    with pytest.raises(ProgramError, match=r"with a number of 1101 bits; expected one of at most"):
+        x * 2**1100

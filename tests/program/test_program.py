@@ -10,6 +10,7 @@ from hypothesis import given
 from distmega.errors import ProgramError
 from distmega.program import kinds
 from distmega.program.builder import ProgramBuilder
+from distmega.program.text import parse_program, print_program
 from distmega.program.types import (
     Access,
     Axis,
@@ -172,6 +173,17 @@ def test_attributes_are_held_to_the_rules_of_their_kinds():
             else:
                 with pytest.raises(ProgramError, match=f"has no {name}; expected {name}: "):
                     verify_program(replace(program, ops=ops))
+
+
+def test_numbers_of_attributes_may_be_whole():
+    """As a text may say eps=0."""
+    p = ProgramBuilder("whole")
+    program = p.build(p.rms_norm(p.input("x", (4, 8)), p.weight("w", (8,)), 1.0, name="n"))
+    text = print_program(program).replace("eps=1.0", "eps=1")
+    found = parse_program(text)
+    assert dict(found.ops[0].attrs) == {"eps": 1}
+    assert print_program(found) == text
+    assert len({*kinds.kinds()}) == len(kinds.kinds())
 
 
 def test_unknown_starts_of_groups_are_named():

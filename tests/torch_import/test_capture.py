@@ -87,6 +87,23 @@ def test_buffers_that_change_are_states():
         assert not torch.equal(start[name], getattr(module, name))
 
 
+class Shifting(nn.Module):
+    """Bits of numbers, as code that unpacks weights has them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shifts = torch.tensor([0, 4], dtype=x.dtype)
+        y = x.clone()
+        y <<= 2
+        return (x[:, None] >> shifts) & 15, y, x << 1
+
+
+def test_shifts_of_whole_numbers_are_torchs():
+    module, x = Shifting(), torch.arange(-8, 40, dtype=torch.int32)
+    (rank,) = open_ranks(distmega.capture(module, (x,)), 1)
+    for found, wanted in zip(rank(x), module(x), strict=True):
+        assert torch.equal(found, wanted)
+
+
 class Decaying(nn.Module):
     def __init__(self) -> None:
         super().__init__()

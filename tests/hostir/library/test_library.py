@@ -497,7 +497,7 @@ def test_an_operator_of_torch():
 OTHER_CODE = (
     "builtins.eval", "builtins.exec", "builtins.__import__", "operator.call",
     "operator.methodcaller", "torch.load", "torch.sym_int.__globals__", "math.__loader__",
-    "load_library", "aten.add", "aten.__class__", "operator", "", ".", "import_module",
+    "load_library", "aten.add", "aten.__class__", "operator", "", ".", "import_module", "math.pi",
 )  # fmt: skip
 """What a program's text may not call."""
 
@@ -508,8 +508,14 @@ def test_text_calls_operators_alone(target: str):
         find_operator(target)
 
 
-@pytest.mark.parametrize("name", ["operator.add", "math.ceil", "torch.sym_int", "builtins.max"])
-def test_functions_of_numbers_stand_beside_operators(name: str):
+OPERATORS = (
+    "operator.add", "math.ceil", "torch.sym_int", "builtins.max", "aten.__lshift__.Scalar",
+    "aten.__rshift__.Tensor", "aten.__and__.Scalar", "aten.__ior__.Tensor", "higher_order.cond",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_names_of_operators_and_functions_of_numbers_read_back(name: str):
     assert operator_name(find_operator(name)) == name
 
 
@@ -520,6 +526,14 @@ WRONG_CALLS = (
     '{"operands": [], "nodes": [["aten.add.Tensor", [{"node": 3}], {}]], "results": []}',
     f'{{"operands": [], "nodes": [["aten.rand.default", [[1]], {NAMED}]], "results": []}}',
     '{"operands": [], "nodes": [["builtins.exec", ["1"], {}]], "results": []}',
+    '{"operands": [""], "nodes": [["aten.relu.default", [{"tensor": 0}], {"from": 1}]], '
+    '"results": [{"node": 0}]}',
+    f'{{"operands": [], "nodes": [], "results": [{{"float": 1{"0" * 400}}}]}}',
+    '[[{"tensor": 7}], {}, [0]]', '[[{"tensor": -1}], {}, [0]]', '[[{"tensor": "a"}], {}, [0]]',
+    '[[{"tensor": 0}], [], [0]]', '[[{"tensor": 0}], {}, [5]]', '[[{"tensor": 0}], {}, 7]',
+    '[[{"a": 0}], {}, [0]]', '[[{"a": 0, "b": 1}], {}, [0]]', '[[{"tensor": 0}], {"a b": 1}, [0]]',
+    '[[{"held": [0, "none"]}], {}, [0]]', '[[{"empty": [["a"], "torch.float32"]}], {}, [0]]',
+    '["x", {}, [0]]',
 )  # fmt: skip
 
 
@@ -529,6 +543,16 @@ def test_a_call_that_no_capture_wrote_is_named(call: str):
     (out,) = p.opaque("aten.relu.default", call, [p.input("x", (4,))], [((4,), "f32")])
     with pytest.raises(ProgramError, match=r"call .* of an operator|operator 'builtins.exec'"):
         compile_opaque(p.build(out).ops[0])
+
+
+def test_results_of_a_list_are_kept_by_position():
+    p = ProgramBuilder("p")
+    call = '[[{"tensor": 0}, 2], {}, [0, 1]]'
+    results = [((2, 4), "f32"), ((1, 4), "f32")]
+    program = p.build(*p.opaque("aten.split.Tensor", call, [p.input("x", (3, 4))], results))
+    x = torch.randn(3, 4)
+    for found, wanted in zip(compile_opaque(program.ops[0])([x]), x.split(2), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_what_torch_lacks_or_text_can_not_hold_is_named():

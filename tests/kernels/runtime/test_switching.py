@@ -40,6 +40,16 @@ def test_turns_are_short_until_the_last_block_ends():
     assert sys.getswitchinterval() == pytest.approx(LONG_S)
 
 
+@pytest.mark.parametrize("us", [201, 1015, 4999, 5000])
+def test_turns_of_before_come_back_to_the_microsecond(us: int):
+    sys.setswitchinterval((us + 0.5) * 1e-6)
+    before = sys.getswitchinterval()
+    for _ in range(3):
+        with short_turns():
+            assert sys.getswitchinterval() == pytest.approx(TURN_S)
+    assert sys.getswitchinterval() == before == pytest.approx(us * 1e-6)
+
+
 def test_an_error_ends_a_block():
     with pytest.raises(KeyError), short_turns():
         raise KeyError
@@ -50,6 +60,9 @@ def test_other_turns_stay_as_somebody_chose_them():
     with short_turns():
         sys.setswitchinterval(0.02)
     assert sys.getswitchinterval() == pytest.approx(0.02)
+    with short_turns():
+        sys.setswitchinterval(5e-5)
+    assert sys.getswitchinterval() == pytest.approx(5e-5)
     sys.setswitchinterval(1e-5)
     with short_turns():
         assert sys.getswitchinterval() == pytest.approx(1e-5)
