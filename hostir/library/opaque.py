@@ -75,7 +75,7 @@ def _num_results(function: Callable[..., Any]) -> int | None:
 
 
 def _check(args: Any, kwargs: Any, kept: Any, num_operands: int, num_results: int | None) -> None:
-    """Any error but ProgramError for what encode_call did not write."""
+    """Raises, for what encode_call did not write, an error that read_call makes a ProgramError."""
 
     def special(kind: str, content: Any) -> object:
         match kind:

@@ -70,9 +70,11 @@ class _Splitting:
         if rows is None or operand is None or not is_handed_on(gone, buffers, uses):
             return node
         num_parts = self.num_parts(product.op, buffers)
+        if num_parts == 1:
+            return node
         names = self.part_names(gone, num_parts)
         summed = with_sum(rows, operand, _terms(product.op, operand, names))
-        if num_parts == 1 or not fits_kernel(summed):
+        if not fits_kernel(summed):
             return node
         take(above, {at}, {gone})
         above += [Allocate(buffer=name) for name in names]
