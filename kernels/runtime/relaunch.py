@@ -68,11 +68,15 @@ class Launcher:
         self._preparing = Thread(target=compile_kernel, daemon=True)
         self._preparing.start()
 
-    def __call__(self, *arguments: object) -> None:
-        """Launches on the current stream of the current device; the first call compiles."""
+    def await_prepared(self) -> None:
+        """Returns when what `prepare` began has ended."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
+
+    def __call__(self, *arguments: object) -> None:
+        """Launches on the current stream of the current device; the first call compiles."""
+        self.await_prepared()
         if self._run is not None:
             self._run(*arguments, *self._constants.values())
             return

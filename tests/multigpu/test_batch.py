@@ -189,11 +189,16 @@ def test_fifty_thousand_steps_without_a_differing_bit(device: str, num_ranks: in
 
 
 def open_small(comm: Communicator, sampling: Sampling = MOST_LIKELY) -> Engine:
-    """Two layers of Llama-3.2-1B, after a first launch, which loads the kernel."""
+    """Two layers of Llama-3.2-1B, after a first launch, which all ranks begin together: one may
+    compile for longer than the limit.
+    """
     engine = open_engine(
         comm, "llama-3.2-1b", BATCH, layers=NUM_LAYERS, max_context=4096, timeout_s=LIMIT_S,
         sampling=sampling,
     )  # fmt: skip
+    assert engine.stepping is not None
+    engine.stepping._steps.await_prepared()
+    comm.barrier()
     start(engine, 2)
     torch.cuda.synchronize()
     comm.barrier()

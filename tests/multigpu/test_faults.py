@@ -30,13 +30,18 @@ AT = "layers.1."
 def open_small(
     comm: NcclCommunicator, timeout_s: float = LIMIT_S, sampling: Sampling = MOST_LIKELY
 ) -> Engine:
-    """Two layers of Llama-3.2-1B, after a first launch, which loads the kernel."""
+    """Two layers of Llama-3.2-1B, after a first launch, which all ranks begin together: one may
+    compile for longer than the limit.
+    """
     source = open_model("llama-3.2-1b")
     source = replace(source, config=replace(source.config, num_layers=2))
     device = str(torch.get_default_device())
     options = EngineOptions(max_context=4096, collectives="kernel", timeout_s=timeout_s)
     with torch.device("cpu"):
         engine = Engine(source, comm.mesh, comm, options, device=device, sampling=sampling)
+    assert engine.stepping is not None
+    engine.stepping._launchers[False].await_prepared()
+    comm.barrier()
     start(engine, 2)
     torch.cuda.synchronize()
     comm.barrier()

@@ -86,8 +86,13 @@ def multiply(comm: NcclCommunicator) -> None:
             ]
             summed = sum((part.float() for part in parts[1:]), parts[0].float()).bfloat16()
             expected = normalise("rms", summed, residual, weight, None, 1e-6)
-            torch.testing.assert_close(total, expected[1], rtol=2**-6, atol=2**-5)
-            torch.testing.assert_close(y, expected[0], rtol=2**-6, atol=2**-5)
+            # NCCL rounds a sum at each rank: each time by 2**-9 of what is summed by then, at most
+            rounded = sum(part.abs().float() for part in parts) * (num_ranks * 2**-9)
+            off = (total.float() - expected[1].float()).abs()
+            assert (off <= rounded + expected[1].float().abs() * 2**-6 + 2**-5).all(), off.max()
+            scale = weight.float().abs() / expected[1].float().square().mean(1, True).sqrt()
+            off = (y.float() - expected[0].float()).abs()
+            assert (off <= rounded * scale + expected[0].float().abs() * 2**-6 + 2**-5).all()
 
 
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
