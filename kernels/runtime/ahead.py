@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 
+from distmega.kernels.runtime import extension_modules  # noqa: F401  none becomes another
 from distmega.kernels.runtime.switching import short_turns
 
 MOST_THREADS = 16
