@@ -67,24 +67,24 @@ _MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def combine_parts(parts: Sequence[Sequence[Tensor]], combine: str) -> tuple[Tensor, ...]:
-    """One result of each rank's operands, in rank order: (x,) for sum, max and min, (value, index)
-    for argmax.
+    """One result of each rank's operands, in rank order: (x,) for sum, max and min, fp32 or wider,
+    (value, index) for argmax.
 
     argmax takes the largest value, and the lowest index where values tie; NaN is the largest, as in
     torch.
     """
     if combine == "argmax":
-        value, index = parts[0]
-        for other, at in parts[1:]:
-            better = (other > value) | ((other == value) & (at < index))
-            better |= other.isnan() & ~value.isnan()
-            value, index = torch.where(better, other, value), torch.where(better, at, index)
-        return value, index
+        values, indices = (torch.stack(tuple(each)) for each in zip(*parts, strict=True))
+        nan = values.isnan()
+        best = torch.where(nan.any(0), nan, values == values.amax(0))
+        last = torch.iinfo(indices.dtype).max
+        at = torch.where(best, indices, last).argmin(0, keepdim=True)
+        return values.gather(0, at)[0], indices.gather(0, at)[0]
     merge = _MERGES[combine]
     total = widen(parts[0][0])
     for (part,) in parts[1:]:
-        total = merge(total, widen(part))
-    return (total.to(parts[0][0].dtype),)
+        total = merge(total, part)
+    return (total,)
 
 
 class Collectives(ABC):
@@ -101,8 +101,8 @@ class Collectives(ABC):
         return False
 
     @abstractmethod
-    def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
-        """Starts to gather; the result blocks and gives one tensor like x a rank."""
+    def _gather(self, axis: str, x: Tensor) -> Callable[[], Tensor]:
+        """Starts to gather; the result blocks and gives x of each rank, [ranks, *x.shape]."""
 
     def begin_group(self) -> None:  # noqa: B027  a transport may need nothing
         """Sends and receives need no grouping where each is under way at once."""
@@ -112,8 +112,10 @@ class Collectives(ABC):
         return join_handles(members)
 
     @abstractmethod
-    def _swap(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Starts to give part i to rank i of the team; the result gives the parts for this rank."""
+    def _swap(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Starts to give part i to rank i of the team; the result gives the parts for this rank,
+        [ranks, *part.shape].
+        """
 
     def check_signals(self) -> None:  # noqa: B027  a transport that blocks raises at once
         """Nothing is given up unnoticed where waits block the host."""
@@ -154,9 +156,17 @@ class Collectives(ABC):
         return [take_shard_values(x, dim, extent, each) for each in range(self.mesh.size(axis))]
 
 
-def _join(parts: Sequence[Tensor], out: Tensor, dim: int) -> None:
-    """The parts along a dim, but for padding past the end of `out`."""
-    out.copy_(torch.cat(tuple(parts), dim).narrow(dim, 0, out.shape[dim]))
+def _join(parts: Tensor, out: Tensor, dim: int) -> None:
+    """Parts [ranks, ...] along a dim, but for padding past the end of `out`."""
+    num, extent = parts.shape[0], parts.shape[1 + dim]
+    if out.shape[dim] == num * extent:
+        apart = out.unflatten(dim, (num, extent))  # type: ignore[no-untyped-call]
+        apart.copy_(parts.movedim(0, dim))
+        return
+    for number, part in enumerate(parts):
+        inside = max(0, min(extent, out.shape[dim] - number * extent))
+        into = out.narrow(dim, min(number * extent, out.shape[dim]), inside)
+        into.copy_(part.narrow(dim, 0, inside))
 
 
 class Mailbox:

@@ -163,11 +163,11 @@ class SingleCommunicator(Collectives):
         super().__init__(mesh, mesh.ranks[0])
         self._mail = Mailbox()
 
-    def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
-        return lambda: [x]
+    def _gather(self, axis: str, x: Tensor) -> Callable[[], Tensor]:
+        return lambda: x[None]
 
-    def _swap(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        return lambda: list(parts)
+    def _swap(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
+        return lambda: parts[0][None]
 
     def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> CommHandle:
         return CommHandle(lambda: copy_into(out, x))
@@ -233,26 +233,57 @@ class TeamCommunicator(Collectives):
         """Until what was started is done, or on a GPU until the current stream waits for it."""
         work.wait()
 
-    def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
-        group, team_ranks = self._groups[axis], self._team_ranks[axis]
-        if group is None:
-            return lambda: [x]
-        mine = flat_bytes(x)
-        found = mine.new_empty(len(team_ranks), mine.numel())
-        with self._guard("gather", axis):
-            work = dist.all_gather([*found], mine, group=group, async_op=True)
+    def _arrive(self, work: dist.Work) -> Callable[[], object] | None:
+        """How the current CUDA stream follows what was started; None where hosts move it."""
+        return None
 
-        def finish() -> list[Tensor]:
+    def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> CommHandle:
+        """Straight into `out` where ranks' parts lie there one behind the other."""
+        group, size = self._groups[axis], self.mesh.size(axis)
+        fits = out.is_contiguous() and dim == 0 and out.shape[0] == size * x.shape[0]
+        if group is None or not fits or not self._is_ascending(axis):
+            return super().all_gather(axis, x, out, dim)
+        with self._guard("all-gather", axis):
+            work = dist.all_gather_into_tensor(
+                flat_bytes(out), flat_bytes(x), group=group, async_op=True
+            )
+        assert work is not None, "this rank is in the team"
+
+        def finish() -> None:
+            with self._guard("all-gather", axis):
+                self._await(work)
+
+        return CommHandle(finish, self._arrive(work))
+
+    def _is_ascending(self, axis: str) -> bool:
+        """Whether the group's order of ranks is the mesh's."""
+        return self._team_ranks[axis] == sorted(self._team_ranks[axis])
+
+    def _in_rank_order(self, axis: str, found: Tensor) -> Tensor:
+        """Rows, one a rank in the group's order, in that of the mesh."""
+        return found if self._is_ascending(axis) else found[list(self._team_ranks[axis])]
+
+    def _gather(self, axis: str, x: Tensor) -> Callable[[], Tensor]:
+        group = self._groups[axis]
+        if group is None:
+            return lambda: x[None]
+        mine = flat_bytes(x)
+        found = mine.new_empty(self.mesh.size(axis), mine.numel())
+        with self._guard("gather", axis):
+            work = dist.all_gather_into_tensor(found.view(-1), mine, group=group, async_op=True)
+        assert work is not None, "this rank is in the team"
+
+        def finish() -> Tensor:
             with self._guard("gather", axis):
                 self._await(work)
-            return [found[team_rank].view(x.dtype).view(x.shape) for team_rank in team_ranks]
+            return self._in_rank_order(axis, found).view(x.dtype).view(len(found), *x.shape)
 
         return finish
 
-    def _swap(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def _swap(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
         group, team_ranks = self._groups[axis], self._team_ranks[axis]
         if group is None:
-            return lambda: list(parts)
+            return lambda: parts[0][None]
         given = torch.stack(
             [flat_bytes(parts[team_ranks.index(i)]) for i in range(len(team_ranks))]
         )
@@ -260,13 +291,11 @@ class TeamCommunicator(Collectives):
         with self._guard("all-to-all", axis):
             work = dist.all_to_all_single(found, given, group=group, async_op=True)
 
-        def finish() -> list[Tensor]:
+        def finish() -> Tensor:
             with self._guard("all-to-all", axis):
                 self._await(work)
-            return [
-                found[team_rank].view(parts[0].dtype).view(parts[0].shape)
-                for team_rank in team_ranks
-            ]
+            ordered = self._in_rank_order(axis, found)
+            return ordered.view(parts[0].dtype).view(len(found), *parts[0].shape)
 
         return finish
 

@@ -63,6 +63,9 @@ class NcclCommunicator(TeamCommunicator):
         assert group is not None, f"a team of one along {axis}"
         return group, self._team_ranks[axis]
 
+    def _arrive(self, work: dist.Work) -> Callable[[], object]:
+        return work.wait
+
     def _probe(self, size: int) -> tuple[Tensor, Tensor]:
         """A first communication, which makes NCCL connect."""
         return torch.zeros(1, device="cuda"), torch.empty(size, device="cuda")

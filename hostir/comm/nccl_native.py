@@ -28,8 +28,7 @@ class NativeNccl(NcclCommunicator):
     def _native(self, axis: str, combine: str = "sum") -> dist.ProcessGroup | None:
         """The group, if NCCL's order of ranks is the mesh's and it knows how to combine."""
         group = self._groups[axis]
-        ascending = self._team_ranks[axis] == sorted(self._team_ranks[axis])
-        return group if ascending and combine in _REDUCTIONS else None
+        return group if self._is_ascending(axis) and combine in _REDUCTIONS else None
 
     def all_reduce(
         self, axis: str, xs: Sequence[Tensor], outs: Sequence[Tensor], combine: str
@@ -43,17 +42,6 @@ class NativeNccl(NcclCommunicator):
         with self._guard("all-reduce", axis):
             work = dist.all_reduce(data, _REDUCTIONS[combine], group=group, async_op=True)
         return self._handle(axis, work, data, out)
-
-    def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> CommHandle:
-        group = self._native(axis)
-        size = self.mesh.size(axis)
-        if group is None or dim or not out.is_contiguous() or out.shape[0] != size * x.shape[0]:
-            return super().all_gather(axis, x, out, dim)
-        with self._guard("all-gather", axis):
-            work = dist.all_gather_into_tensor(
-                flat_bytes(out), flat_bytes(x), group=group, async_op=True
-            )
-        return self._handle(axis, work, out, out)
 
     def reduce_scatter(
         self, axis: str, x: Tensor, out: Tensor, dim: int, combine: str

@@ -60,3 +60,19 @@ def test_sums_are_taken_in_rank_order():
     parts = [(torch.tensor([value]),) for value in (1e8, 1.0, -1e8)]
     assert combine_parts(parts, "sum")[0].item() == 0.0
     assert combine_parts([parts[0], parts[2], parts[1]], "sum")[0].item() == 1.0
+
+
+def test_the_largest_of_ranks_has_the_lowest_index_and_nan_is_largest():
+    nan = float("nan")
+    values = torch.tensor([[1.0, 2.0, nan, 0.0], [3.0, 2.0, nan, nan], [3.0, 2.0, 5.0, nan]])
+    indices = torch.tensor([[0, 9, 4, 1], [7, 8, 3, 6], [5, 10, 2, 5]])
+    value, index = combine_parts([*zip(values, indices, strict=True)], "argmax")
+    torch.testing.assert_close(value, torch.tensor([3.0, 2.0, nan, nan]), equal_nan=True)
+    assert index.tolist() == [5, 8, 3, 5]
+
+
+def test_halves_are_summed_in_fp32_and_rounded_once():
+    parts = [(torch.tensor([value], dtype=torch.bfloat16),) for value in (256.0, 1.0, 1.0)]
+    out = torch.empty(1, dtype=torch.bfloat16)
+    out.copy_(combine_parts(parts, "sum")[0])
+    assert out.item() == 258.0  # 256 + 1 alone is rounded to 256
