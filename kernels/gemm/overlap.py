@@ -27,12 +27,7 @@ from distmega.kernels.gemm.times.tile_times import (
 )
 from distmega.kernels.gemm.workspace import PUSHED, Workspace
 from distmega.kernels.runtime.gpus import num_sms
-from distmega.kernels.runtime.streams.stream_ops import (
-    copy_bytes,
-    copy_columns,
-    wait_word,
-    write_word,
-)
+from distmega.kernels.runtime.streams.stream_ops import copy_bytes, copy_columns
 from distmega.program.expr import Expr
 from distmega.sharding.overlap.products import Extents
 
@@ -68,7 +63,7 @@ def gather_rows(own: Tensor, workspace: Workspace, rows: int) -> None:
         for word in range(own.shape[0] // rows):
             start = word * num_bytes
             copy_bytes(buffer + start, own.data_ptr() + start, num_bytes, stream)
-            write_word(workspace.arrival_address(peer, rank, word), 1, stream)
+            workspace.tell(peer, word)
 
 
 def all_gather_matmul(
@@ -119,7 +114,7 @@ def all_gather_matmul(
     )
     spec = _spec(tiles, workspace, gathers=True, mixes=mixes, debug=debug)
     launch_matmul(buffer, b, out, spec, tiles.group, peering, stuck.words)
-    workspace.end(range(own.shape[0] // rows))
+    workspace.end(range(own.shape[0] // rows), from_caller=True)
     stuck.check(workspace)
     return out
 
@@ -159,7 +154,7 @@ def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> list[int]:
         for part, columns in enumerate(plan.part_columns(chunk == rank and band == bands - 1)):
             index = (chunk * bands + band) * plan.num_parts + part
             counts.append(index)
-            wait_word(workspace.count_address(index), columns * plan.tiles.group, stream)
+            workspace.await_count(index, columns * plan.tiles.group)
             left = part * plan.part * tile_bytes
             lies = results + (chunk * bands + band) * band_bytes + left
             source = workspace.symmetric_address(rank) + lies
@@ -169,11 +164,10 @@ def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> list[int]:
                 to += workspace.symmetric_address(peer)
                 copy_columns(to, source, width, row_bytes, band_bytes // row_bytes, stream)
                 if chunk != rank:
-                    word = workspace.arrival_address(chunk, rank, band * plan.num_parts + part)
-                    write_word(word, 1, stream)
+                    workspace.tell(chunk, band * plan.num_parts + part)
     if plan.shares:
         for peer in workspace.peers:
-            write_word(workspace.arrival_address(peer, rank, plan.num_words), 1, stream)
+            workspace.tell(peer, plan.num_words)
     return counts
 
 

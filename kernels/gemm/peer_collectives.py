@@ -22,7 +22,7 @@ from distmega.kernels.gemm.workspace import Workspace
 from distmega.kernels.hopper.all_reduce import PushedAllReduce
 from distmega.kernels.hopper.sum_norm import FOUR, LEAST_CAPACITY, PushedSumNorm
 from distmega.kernels.pipelined.api import pointwise
-from distmega.kernels.runtime.streams.stream_ops import copy_bytes, write_word
+from distmega.kernels.runtime.streams.stream_ops import copy_bytes
 from distmega.sharding.overlap.products import Extents
 
 PUSHED_BYTES = 2**20
@@ -51,7 +51,7 @@ def all_gather(own: Tensor, workspace: Workspace) -> Tensor:
     gather_rows(own, workspace, rows)
     full[workspace.rank * rows :][:rows].copy_(own)
     workspace.await_peers(0)
-    workspace.end([0])
+    workspace.end([0], from_caller=True)
     return full
 
 
@@ -68,7 +68,7 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
         peer = (rank + step) % num_ranks
         target = workspace.symmetric_address(peer) + rank * num_bytes
         copy_bytes(target, slots[1, peer].data_ptr(), num_bytes, stream)
-        write_word(workspace.arrival_address(peer, rank, 0), 1, stream)
+        workspace.tell(peer, 0)
     workspace.await_peers(0)
     workspace.end([0])
     parts = [slots[int(source == rank), source] for source in range(num_ranks)]

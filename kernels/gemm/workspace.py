@@ -5,6 +5,13 @@ have a symmetric buffer and event words each. No call ends on a rank before all 
 it, so two calls later a symmetric buffer is free again on all of them. A word holds 0, 1 once what
 it tells of is there, and 0 again after the call that waited for it: nothing of a call is counted on
 the host but its turn, so a captured graph that begins and ends at an even turn can be replayed.
+
+Copies, the words behind them and what copies wait for are on a stream each, since an engine that
+waits for another stands still for some microseconds. The stream of the calls waits for none of
+these but where copies read what is the caller's, since its next kernel would begin as much later.
+That a call may follow, two later, is known all the same. Its peers have told it in the call between
+that they are through with the one before, so all copies to them are; and that its own words are 0
+again is told by the first word of the call between, READY, which that call's kernel waits for.
 Next: overlap.py.
 """
 
@@ -26,6 +33,8 @@ ALIGNMENT_BYTES = 256
 TURNS = 2
 PUSHED = NUM_WORDS - 1
 """The word in which kernels of a peer count tiles that they have pushed."""
+READY = PUSHED
+"""The same of this rank's own: the words of the call before are 0 again."""
 
 
 class Workspace:
@@ -40,7 +49,7 @@ class Workspace:
         self.symmetric_bytes = -(-symmetric_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.turn = 0
         self._queued = False
-        """Whether `stream` has work that no settled stream follows yet."""
+        """Whether streams of this have work that no settled stream follows yet."""
         self._at_words = TURNS * self.symmetric_bytes
         self.team = Team(comm=comm, axis=axis)
         size = comm.mesh.size(axis)
@@ -50,7 +59,10 @@ class Workspace:
         self.group = comm.group(axis)[0]
         self.backend = self._memory.backend
         self.rank, self.num_ranks = self._memory.team_rank, self._memory.num_ranks
-        self.stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        self.stream, self._words, self._waits = (
+            torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+            for _ in range(3)
+        )
         shape = (self.num_ranks, NUM_WORDS)
         starts = [self._at_words + turn * self._turn_bytes for turn in range(TURNS)]
         self._arrivals = [
@@ -76,30 +88,48 @@ class Workspace:
         self.turn ^= 1
 
     def follow(self) -> None:
-        """Copies and writes come after what the current stream has been given. A call without any
+        """Copies and words come after what the current stream has been given. A call without any
         leaves this out: a graph of one chain of kernels costs the host least.
         """
         self._queued = True
-        self.stream.wait_stream(torch.cuda.current_stream())
+        for stream in (self.stream, self._words, self._waits):
+            stream.wait_stream(torch.cuda.current_stream())
+        write_word(self.arrival_address(self.rank, self.rank, READY), 1, self._words)
 
-    def end(self, words: Iterable[int], counts: Iterable[int] = ()) -> None:
-        """The current stream waits for this rank's copies; then `words` of each peer and `counts`
-        go back to 0.
+    def await_count(self, index: int, value: int) -> None:
+        """Later copies begin once that word of `counts` has reached a value."""
+        wait_word(self.count_address(index), value, self._waits)
+        self.stream.wait_stream(self._waits)
+
+    def tell(self, peer: int, word: int) -> None:
+        """Sets a word of this rank at a peer once the copies so far are there."""
+        self._words.wait_stream(self.stream)
+        write_word(self.arrival_address(peer, self.rank, word), 1, self._words)
+
+    def end(
+        self, words: Iterable[int], counts: Iterable[int] = (), *, from_caller: bool = False
+    ) -> None:
+        """Behind all that this call has been given, `words` of each peer and `counts` go back to 0.
+        from_caller: copies read what is the caller's, so the current stream waits for them.
         """
-        self.join()
-        self.follow()
+        current = torch.cuda.current_stream()
+        if from_caller:
+            current.wait_stream(self.stream)
         used = [
             self.arrival_address(self.rank, source, word)
             for source, word in product(self.peers, words)
         ]
-        write_words([*used, *map(self.count_address, counts)], 0, self.stream)
+        used.append(self.arrival_address(self.rank, self.rank, READY))
+        self._words.wait_stream(current)
+        write_words([*used, *map(self.count_address, counts)], 0, self._words)
 
     def join(self) -> None:
         """The current stream waits for all copies and writes that are queued, if there are any:
         within a capture, a stream of which it knows nothing can't be waited for.
         """
         if self._queued:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            for stream in (self.stream, self._words, self._waits):
+                torch.cuda.current_stream().wait_stream(stream)
             self._queued = False
 
     def settle(self) -> None:
@@ -108,7 +138,7 @@ class Workspace:
             self.begin()
             self.follow()
             for peer in self.peers:
-                write_word(self.arrival_address(peer, self.rank, 0), 1, self.stream)
+                self.tell(peer, 0)
             self.await_peers(0)
             self.end([0])
         self.join()
@@ -118,10 +148,13 @@ class Workspace:
         self.turn, self._queued = 0, False
 
     def await_peers(self, word: int, value: int = 1) -> None:
-        """The current stream goes on when that word of all other ranks has reached a value."""
-        for source in self.peers:
-            address = self.arrival_address(self.rank, source, word)
-            wait_word(address, value, torch.cuda.current_stream())
+        """The current stream goes on when that word of all other ranks has reached a value, and the
+        words of the call before are 0 again.
+        """
+        wanted = [(source, word, value) for source in self.peers]
+        for source, number, least in [(self.rank, READY, 1), *wanted]:
+            address = self.arrival_address(self.rank, source, number)
+            wait_word(address, least, torch.cuda.current_stream())
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The current call's symmetric buffer in this rank's memory. RequestError if it is too

@@ -29,7 +29,15 @@ from distmega.kernels.gemm.device.events import (
     wait_event,
 )
 from distmega.kernels.gemm.device.order import end_work, locate_part, locate_tile, locate_work
-from distmega.kernels.gemm.device.spec import BUFFERS, EARLY, HALF_M, TILE_K, TILE_M, WORDS
+from distmega.kernels.gemm.device.spec import (
+    BUFFERS,
+    EARLY,
+    HALF_M,
+    READY,
+    TILE_K,
+    TILE_M,
+    WORDS,
+)
 from distmega.kernels.gluon_compat import (
     cta_barrier,
     reinterpret,
@@ -129,6 +137,8 @@ def load_tiles(a, own, b, other, partials, k_tiles, grid, helpers, arrival_rows,
         if (spec.num_ranks > 1 and first == 0) and (spec.gathers or is_own):
             left = column * spec.tile_n
             it = load_partials(partials, it, row, left, grid, word, memory, ring, spec)
+    if spec.num_ranks > 1 and gl.program_id(0) == 0:  # before the launch after the next one polls
+        wait_event(memory.arrivals, rank * WORDS + READY, memory.stuck, spec.debug)
 
 
 @gluon.jit

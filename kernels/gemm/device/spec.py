@@ -11,6 +11,8 @@ TILE_M = gl.constexpr(128)
 HALF_M = gl.constexpr(64)
 """Rows of a tile that one warp group computes; rows and columns of what is stored at a time."""
 TILE_K = gl.constexpr(64)
+READY = gl.constexpr(NUM_WORDS - 1)
+"""The word of a rank for itself that tells it that words of the call before are 0 again."""
 EARLY = gl.constexpr(2)
 """Steps along K after which the stores of the tile before are taken to be written."""
 WORDS = gl.constexpr(NUM_WORDS)

@@ -38,9 +38,6 @@ class Recorder:
     def symmetric_address(self, rank: int) -> int:
         return (1 + rank) * ROOM
 
-    def count_address(self, index: int) -> int:
-        return index
-
     @property
     def peers(self) -> list[int]:
         return [rank for rank in range(self.num_ranks) if rank != self.rank]
@@ -48,27 +45,22 @@ class Recorder:
     def arrival_address(self, rank: int, source: int, word: int) -> int:
         return (1 + rank) * WORD + source * NUM_WORDS + word
 
-    def wait(self, address: int, value: int, stream: None) -> None:
-        assert address not in self.waits, "one copy, or one to each peer, for a word"
-        self.waits[address] = value
+    def await_count(self, index: int, value: int) -> None:
+        assert index not in self.waits, "one copy, or one to each peer, for a word"
+        self.waits[index] = value
 
     def copy(
         self, target: int, source: int, width: int, pitch: int, rows: int, stream: None
     ) -> None:
         self.copies.append((target, source, width, pitch, rows))
 
-    def write(self, address: int, value: int, stream: None) -> None:
-        assert value == 1
-        self.words.append(address)
+    def tell(self, peer: int, word: int) -> None:
+        self.words.append(self.arrival_address(peer, self.rank, word))
 
 
 def record(plan: SendPlan, home: torch.Tensor, rank: int, num_ranks: int) -> Recorder:
     found = Recorder(rank, num_ranks)
-    with (
-        patch.object(overlap, "wait_word", found.wait),
-        patch.object(overlap, "copy_columns", found.copy),
-        patch.object(overlap, "write_word", found.write),
-    ):
+    with patch.object(overlap, "copy_columns", found.copy):
         assert overlap.send_rows(plan, home, found) == list(found.waits)
     return found
 

@@ -1,0 +1,189 @@
+"""Calls that ranks make one after another through a workspace, whatever order streams come to run
+in: each waits for its own peers' words and for none of an earlier call, and nothing is overwritten
+that somebody still reads.
+
+Streams are lists of operations here, of which any whose waits are over may run next. A kernel is
+two operations, its start and its end, before which it waits for words as the real one does.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
+module = pytest.importorskip("distmega.kernels.gemm.workspace")
+
+NUM_WORDS = module.NUM_WORDS
+
+
+@dataclass(eq=False)
+class Stream:
+    """A queue of (may it run, what it does); `done` counts those that ran."""
+
+    queue: list[tuple[Callable[[], bool], Callable[[], object]]] = field(default_factory=list)
+    done: int = 0
+
+    def add(self, run: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
+        self.queue.append((ready, run))
+
+    def wait_stream(self, other: "Stream") -> None:
+        queued = len(other.queue)
+        self.add(lambda: None, lambda: other.done >= queued)
+
+    def step(self) -> bool:
+        if self.done == len(self.queue) or not self.queue[self.done][0]():
+            return False
+        self.queue[self.done][1]()
+        self.done += 1
+        return True
+
+
+@dataclass(eq=False)
+class Machine:
+    """Words of all ranks by address, and what has happened: slots, by rank, turn and source, the
+    last call whose data lies there; started, finished: kernels by rank and call; copied: by rank,
+    call and peer.
+    """
+
+    words: dict[int, int] = field(default_factory=dict)
+    slots: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    started: set[tuple[int, int]] = field(default_factory=set)
+    finished: set[tuple[int, int]] = field(default_factory=set)
+    copied: set[tuple[int, int, int]] = field(default_factory=set)
+
+    def wait_word(self, address: int, value: int, stream: Stream) -> None:
+        stream.add(lambda: None, lambda: self.words.get(address, 0) >= value)
+
+    def write_word(self, address: int, value: int, stream: Stream) -> None:
+        stream.add(lambda: self.words.__setitem__(address, value))
+
+    def write_words(self, addresses: list[int], value: int, stream: Stream) -> None:
+        for address in addresses:
+            self.write_word(address, value, stream)
+
+
+def make(rank: int, num_ranks: int) -> module.Workspace:
+    """A workspace without a GPU: only what its protocol is made of."""
+    made = object.__new__(module.Workspace)
+    made.turn, made._queued, made.rank, made.num_ranks = 0, False, rank, num_ranks
+    made.waits_for_ready = True
+    made.stream, made._words, made._waits = Stream(), Stream(), Stream()
+    made.arrival_address = lambda at, source, word: (
+        ((at * 2 + made.turn) * num_ranks + source) * NUM_WORDS + word
+    )
+    made.count_address = lambda index: -1 - (
+        ((rank * 2 + made.turn) * num_ranks + rank) * NUM_WORDS + index
+    )
+    return made
+
+
+def call(machine: Machine, made: module.Workspace, here: Stream, number: int, sends: bool) -> None:
+    """A gather, or a sending kernel whose copies wait for its count; checks what it finds."""
+    rank, others = made.rank, made.peers
+    made.begin()
+    turn = made.turn
+    made.follow()
+    count = made.count_address(0)
+    arrivals = [made.arrival_address(rank, source, 0) for source in others]
+    ready = made.arrival_address(rank, rank, module.READY)
+
+    def copy(peer: int) -> Callable[[], None]:
+        def run() -> None:
+            assert not sends or (rank, number) in machine.started, "sends what is not there yet"
+            assert number < 2 or (peer, number - 2) in machine.finished, "somebody reads there"
+            machine.slots[peer, turn, rank] = number
+            machine.copied.add((rank, number, peer))
+
+        return run
+
+    def start() -> None:
+        before = {(rank, number - 2, peer) for peer in others if number > 1}
+        assert before <= machine.copied, "overwrites what is still to be copied"
+        machine.started.add((rank, number))
+        if sends:
+            machine.words[count] = machine.words.get(count, 0) + 1
+
+    def finish() -> None:
+        for source in others:
+            assert machine.slots.get((rank, turn, source)) == number, "data of another call"
+        machine.finished.add((rank, number))
+
+    def go_on() -> None:
+        assert sends or {(rank, number, peer) for peer in others} <= machine.copied
+
+    if sends:
+        here.add(start)
+    for peer in others:
+        if sends and peer == others[0]:
+            made.await_count(0, 1)
+        made.stream.add(copy(peer))
+        made.tell(peer, 0)
+    if not sends:
+        here.add(start)
+    awaited = [*arrivals, *([ready] if made.waits_for_ready else [])]
+    here.add(finish, lambda: all(machine.words.get(address, 0) for address in awaited))
+    made.end([0], [0] if sends else [], from_caller=not sends)
+    here.add(go_on)
+
+
+def run_calls(seed: int, num_ranks: int, change: Callable[[module.Workspace], None]) -> int:
+    """Random calls in a random order of streams; how many streams are left waiting."""
+    numbers = random.Random(seed)
+    machine = Machine()
+    kinds = [numbers.random() < 0.5 for _ in range(12)]
+    streams: list[Stream] = []
+    for rank in range(num_ranks):
+        here, made = Stream(), make(rank, num_ranks)
+        change(made)
+        with (
+            patch.object(module.torch.cuda, "current_stream", lambda here=here: here),
+            patch.object(module, "wait_word", machine.wait_word),
+            patch.object(module, "write_word", machine.write_word),
+            patch.object(module, "write_words", machine.write_words),
+        ):
+            for number, sends in enumerate(kinds):
+                call(machine, made, here, number, sends)
+            made.settle()
+        streams += [here, made.stream, made._words, made._waits]
+    weights = [numbers.choice((0.01, 0.1, 1.0, 10.0)) for _ in streams]  # some are slow
+    moving = True
+    while moving:
+        order = sorted(streams, key=lambda s: numbers.expovariate(weights[streams.index(s)]))
+        moving = any(stream.step() for stream in order)
+    return sum(stream.done < len(stream.queue) for stream in streams)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_calls_wait_for_each_other_in_any_order_of_streams(num_ranks: int):
+    for seed in range(60):
+        assert run_calls(seed, num_ranks, lambda made: None) == 0, seed
+
+
+def forget_to_follow(made: module.Workspace) -> None:
+    """Words are told before copies are there, and go back to 0 while a kernel polls them."""
+    made._words.wait_stream = lambda other: None
+
+
+def forget_the_caller(made: module.Workspace) -> None:
+    """The caller's memory is free again before it is copied."""
+    end = made.end
+    made.end = lambda words, counts, from_caller: end(words, counts)
+
+
+def take_words_as_ready(made: module.Workspace) -> None:
+    """Kernels poll words whether those of the call before are 0 again or not."""
+    made.waits_for_ready = False
+
+
+@pytest.mark.parametrize("change", [forget_to_follow, forget_the_caller, take_words_as_ready])
+def test_without_a_wait_some_order_goes_wrong(change):
+    wrong = 0
+    for seed in range(200):
+        try:
+            run_calls(seed, 3, change)
+        except AssertionError:
+            wrong += 1
+    assert wrong
