@@ -6,9 +6,9 @@ stages (sharding/stages.py), each planned on its own ranks; on any other there i
 engine.py runs them, cli/explain/ prints them.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 
 from distmega.collecting import gc_paused
 from distmega.engine.requests import DEFAULT_CONTEXT, EngineOptions, Experts
@@ -53,6 +53,14 @@ MICRO_BATCHES = 4
 
 FEWEST_TOKENS = 64
 """Of a program that prefills a prompt on a GPU."""
+
+FILLED_UP = 1.25
+"""How many times its rows a pass may take so that kernels have the collectives beside them: by the
+model, products of Qwen3-8B then take 0.87 to 0.98 of the time over two ranks, 0.73 to 0.96 over
+four.
+"""
+BESIDE = 4
+"""Times the least rows that such kernels take from which passes are filled up for them."""
 
 FEW_ROWS = 16
 """Rows up to which rewrite rules do a decode step's products side by side, not joined ones."""
@@ -453,13 +461,29 @@ def prefill_size(decode_plan: DecodePlan, num_tokens: int, most: int) -> int:
 
     On GPUs programs have few sizes, each of which becomes a graph: multiples of 64 up to 1024, then
     8 to an octave. A GPU waits for the weights' bytes up to some 100 rows, and beyond 512 at most
-    an eighth is filled up. A CPU waits for every row.
+    an eighth is filled up, or a quarter where several ranks' kernels then have their collectives
+    beside them. A CPU waits for every row.
     """
     if decode_plan.machine == CPU or num_micro_batches(decode_plan) > 1:
         return num_tokens
-    step = max(FEWEST_TOKENS, (1 << (num_tokens - 1).bit_length()) // 16)
-    size = -(-num_tokens // step) * step
+    ranks = decode_plan.staged.plan.mesh.num_ranks
+    if ranks > 1 and decode_plan.peer_memory:
+        least = ranks * decode_plan.machine.overlap.rank_rows
+        limit = min(most, int(FILLED_UP * num_tokens))
+        for size in takewhile(lambda size: size <= limit, _sizes_from(num_tokens)):
+            if size >= BESIDE * least and size % least == 0:
+                return size
+    size = next(_sizes_from(num_tokens))
     return size if size <= most else num_tokens
+
+
+def _sizes_from(num_tokens: int) -> Iterator[int]:
+    """Those of programs on GPUs that hold so many rows, ascending."""
+    while True:
+        step = max(FEWEST_TOKENS, (1 << (num_tokens - 1).bit_length()) // 16)
+        size = -(-num_tokens // step) * step
+        yield size
+        num_tokens = size + 1
 
 
 @gc_paused

@@ -67,6 +67,11 @@ class OverlapModel(Protocol):
         """The same where the op is captured in a graph."""
         ...
 
+    @property
+    def rank_rows(self) -> int:
+        """What a rank's rows are a multiple of where a kernel has the collective beside it."""
+        ...
+
     def way_times_us(
         self, product: Product, chunk_counts: Sequence[int], *, peer_copies: bool = False
     ) -> tuple[Mapping[tuple[Way, int], float], Mapping[str, str]]:

@@ -6,12 +6,14 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from distmega.engine.decode_plan import prefill_size
+from distmega.engine.decode_plan import lower_decode, plan_decode, prefill_size
 from distmega.engine.engine import Engine
 from distmega.engine.prefill import Prefills
 from distmega.engine.requests import EngineOptions
 from distmega.errors import RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels.machines import H200
+from distmega.models.presets import PRESETS
 from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.load import open_model
@@ -65,6 +67,21 @@ def test_sizes_are_few_and_hold_the_prompt():
     assert all(num <= size <= max(1.125 * num + 1, num + 63) for num, size in sizes.items())
     assert (sizes[64], sizes[65], sizes[1025], sizes[5000]) == (64, 128, 1152, 5120)
     assert len(set(sizes.values())) == 16 + 8 * 3
+
+
+def test_passes_of_several_ranks_are_filled_up_for_kernels_with_collectives_beside_them():
+    config = replace(PRESETS["qwen3-8b"], num_layers=1)
+    options = EngineOptions(max_context=8192)
+    staged = plan_decode(config, DeviceMesh(tp=4), H200, options)
+    beside = lower_decode(config, staged, options, peer_memory=True)
+    apart = replace(beside, peer_memory=False)
+    num_tokens = (1024, 1600, 1700, 2048, 2100, 3600, 8000)
+    sizes = [prefill_size(beside, num, 8192) for num in num_tokens]
+    assert sizes == [1024, 1664, 2048, 2048, 2560, 4096, 8192]
+    plain = [prefill_size(apart, num, 8192) for num in num_tokens]
+    assert plain == [1024, 1664, 1792, 2048, 2304, 3840, 8192]
+    assert prefill_size(beside, 1700, 2000) == 1792, "where caches have no room for more"
+    assert prefill_size(beside, 1700, 1750) == 1700
 
 
 @pytest.mark.parametrize(("micro_batches", "captures"), [(0, True), (1, True), (2, False)])

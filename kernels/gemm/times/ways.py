@@ -42,6 +42,11 @@ class MatmulModel:
         """See OverlapModel."""
         return self.rates.replay_us
 
+    @property
+    def rank_rows(self) -> int:
+        """See OverlapModel."""
+        return self.rates.kernel_multiples[0]
+
     def way_times_us(
         self, product: Product, chunk_counts: Sequence[int], *, peer_copies: bool = False
     ) -> tuple[dict[tuple[Way, int], float], dict[str, str]]:

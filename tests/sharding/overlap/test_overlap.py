@@ -94,6 +94,7 @@ class Asked:
     """A model of overlap by which one way is the fastest."""
 
     host_us = replay_us = 1.0
+    rank_rows = 1
 
     def __init__(self, way: Way) -> None:
         self.way, self.products = way, list[Product]()
