@@ -58,15 +58,15 @@ class ThreadCommunicator(Collectives):
 
         return take
 
-    def _gather(self, axis: str, x: Tensor) -> Callable[[], list[Tensor]]:
+    def _gather(self, axis: str, x: Tensor) -> Callable[[], Tensor]:
         return self._swap(axis, [x] * self.mesh.size(axis))
 
-    def _swap(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def _swap(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
         team = self.mesh.team(axis, self.rank)
         for peer, part in zip(team, parts, strict=True):
             self._put(axis, "team", peer, part)
         asked = [self._ask(axis, "team", peer) for peer in team]
-        return lambda: [take() for take in asked]
+        return lambda: torch.stack([take() for take in asked])
 
     def send(self, axis: str, x: Tensor, peer: int) -> CommHandle:
         self._put(axis, "pair", self.mesh.team(axis, self.rank)[peer], x)
