@@ -115,7 +115,7 @@ def attention(sm: RowSm, one: RowAttention, position: int, flag: int) -> Steps:
         if block == position // BLOCK:
             keys[position % BLOCK], values[position % BLOCK] = key, value
         seen = (at >= first_seen(position, one.window)) & (at <= position)
-        found = queries @ keys.T * scale
+        found = products(queries, keys) * scale
         if shape.softcap:
             most = np.float32(shape.softcap * LOG2_E)
             found = most * np.tanh(found / most)
@@ -126,7 +126,7 @@ def attention(sm: RowSm, one: RowAttention, position: int, flag: int) -> Steps:
         weights = np.exp2(scores - peak[:, None]).astype(np.float32)
         factor = np.exp2(highest - peak)
         total = total * factor + weights.sum(axis=1, dtype=np.float32)
-        out = out * factor[:, None] + to_bf16(weights) @ values
+        out = out * factor[:, None] + products(to_bf16(weights), values.T)
         highest = peak
     yield RAN
     stride = dim + PARTIAL_EXTRA
@@ -140,6 +140,14 @@ def attention(sm: RowSm, one: RowAttention, position: int, flag: int) -> Steps:
         rows = np.array([one.k_row, one.v_row]) + position
         sm.store(sm.gpu.cache, rows, np.stack((key, value)))
         sm.fence()
+
+
+def products(rows: Floats, columns: Floats) -> Floats:
+    """rows [m, k] times columns [n, k], of each row the same bits whatever rows are beside it:
+    tasks may share queries of a head, and BLAS rounds by where a row stands on some processors.
+    """
+    found: Floats = (rows[:, None, :] * columns).sum(axis=2, dtype=np.float32)
+    return found
 
 
 def biases(sm: RowSm, one: RowAttention, at: Indices) -> Floats:
