@@ -44,8 +44,12 @@ class Matmuls(Protocol):
         """To where runs begin, without work: what was counted belonged to a capture that failed."""
         ...
 
-    def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
-        """What a node does with x [rows, sums] and w [columns, sums]: its out, [rows, columns]."""
+    def compile(
+        self, node: FusedMatmul, *, is_final: bool = False
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """What a node does with x [rows, sums] and w [columns, sums]: its out, [rows, columns].
+        is_final: nobody writes into the memory of x any more.
+        """
         ...
 
     def compile_normed(self, node: FusedMatmul, norm: SumNorm) -> NormedProduct:
@@ -68,7 +72,9 @@ class SequentialMatmuls:
     def rewind(self) -> None:
         """Nothing to do."""
 
-    def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
+    def compile(
+        self, node: FusedMatmul, *, is_final: bool = False
+    ) -> Callable[[Tensor, Tensor], Tensor]:
         """See Matmuls; sums over ranks are the communicator's."""
         comm, axis = self.comm, node.mesh_axis
         formula = expr.parse(node.mixes) if node.mixes else None
@@ -206,13 +212,13 @@ def split_product(x: Tensor, w: Tensor, num_parts: int) -> Tensor:
 
 
 def compile_matmul(
-    node: FusedMatmul, out: program.Tensor, matmuls: Matmuls
+    node: FusedMatmul, out: program.Tensor, matmuls: Matmuls, *, is_final: bool = False
 ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
     """What a node does with what it reads, x and w of any number of dims: what it writes, each of
-    out's shape.
+    out's shape. is_final: as Matmuls.compile.
     """
     if node.norm is None:
-        call = matmuls.compile(node)
+        call = matmuls.compile(node, is_final=is_final)
     else:
         normed = matmuls.compile_normed(node, node.norm)
 

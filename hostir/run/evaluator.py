@@ -187,6 +187,12 @@ def allocated_names(body: Sequence[Node]) -> set[str]:
     return {node.buffer for node in body if isinstance(node, Allocate)}
 
 
+def borrowed_names(body: Sequence[Node]) -> set[str]:
+    """Results that lie in memory which peers write into again."""
+    matmuls = (node for node in walk_nodes(body) if isinstance(node, FusedMatmul))
+    return {node.out for node in matmuls if node.borrows}
+
+
 def made_before_views(host: HostProgram, sources: Mapping[str, str]) -> set[str]:
     """Buffers that one library op outside of loops writes, before anything of theirs is viewed."""
     made: set[str] = set()
@@ -252,6 +258,11 @@ class _Compiler:
             for name in set(node_writes(node, segments)) - allocated_names(node.body)
         }
         made = made_before_views(host, self.sources)
+        self.final = set[str]()
+        if host.num_streams == 1:
+            kept = {storage_of(name, self.sources) for name in host.outputs}
+            self.final = made - given - kept - borrowed_names(host.body)
+        """Buffers whose memory nobody writes into again before its last reference is gone."""
         self.shared = (self.viewed - made) | given | set(self.sources) | looped
         """Buffers whose storage has another name or owner when an op writes it, or another stream
         than that op: it writes into them and doesn't replace them.
@@ -375,7 +386,8 @@ class _Compiler:
         return self.writing(function, names, outs)
 
     def fused(self, node: FusedMatmul) -> Step:
-        call = compile_matmul(node, self.buffers[node.out], self.matmuls)
+        is_final = storage_of(node.x, self.sources) in self.final
+        call = compile_matmul(node, self.buffers[node.out], self.matmuls, is_final=is_final)
         return self.writing(call, node.reads, node.writes)
 
     def writing(

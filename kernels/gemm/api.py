@@ -111,6 +111,7 @@ def all_gather_matmul(
     overlap: bool | None = None,
     workspace: Workspace | None = None,
     mixes: str | Expr | None = None,
+    is_final: bool = False,
 ) -> Tensor:
     """A B^T, [M, N], where member r of the mesh axis has rows r M / ranks to (r + 1) M / ranks of A
     in `own`, and b [N, K] is its own.
@@ -118,7 +119,9 @@ def all_gather_matmul(
     replicated: all have the same b, and want the same result bit by bit. overlap: True for the
     kernel that overlaps, False for NCCL's collective after torch's matmul, by default what is
     expected to be fastest. workspace: of the axis, large enough; by default the team's own.
-    mixes: as matmul. ProgramError if shapes do not fit, or can't overlap when forced.
+    is_final: nobody writes into the memory of `own` any more, so what follows need not wait until
+    all ranks have a copy of it. mixes: as matmul. ProgramError if shapes do not fit, or can't
+    overlap when forced.
     """
     formula = _check(own, b, mixes)
     num_ranks = comm.mesh.size(axis)
@@ -128,11 +131,12 @@ def all_gather_matmul(
     if choice.means != "nccl":
         workspace = _workspace(workspace, comm, axis, 2 * extents.rows * extents.depth)
         if choice.means == "peer":
-            whole = late.peer_collectives.all_gather(own, workspace)
+            whole = late.peer_collectives.all_gather(own, workspace, is_final=is_final)
             return mix_columns(torch.mm(whole, b.T), formula)
         gather, start = late.overlap.all_gather_matmul, late.start
         mixed = formula if extents.columns % MIXED_COLUMNS == 0 else None
-        made = gather(start.aligned(own), start.aligned(b), workspace, choice, mixes=mixed)
+        operands = start.aligned(own), start.aligned(b), workspace, choice
+        made = gather(*operands, mixes=mixed, is_final=is_final)
         return made if mixed is not None else mix_columns(made, formula)
     full = own.new_empty(extents.rows, extents.depth)
     if group := _nccl(comm, axis):

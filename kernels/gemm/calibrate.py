@@ -17,7 +17,7 @@ from torch import Tensor
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm import overlap, peer_collectives
 from distmega.kernels.gemm.device.start import launch_matmul, plain_spec
-from distmega.kernels.gemm.times.matmul_ways import STAGES, event_rows, tiles_choice
+from distmega.kernels.gemm.times.matmul_ways import STAGES, tiles_choice
 from distmega.kernels.gemm.times.rates import H200_RATES, OverlapRates
 from distmega.kernels.gemm.times.tile_times import GROUP, Tiles, gather_us, plan_sending, send_us
 from distmega.kernels.gemm.workspace import workspace_of
@@ -250,7 +250,7 @@ def _fused(rates: OverlapRates, clock: _Clock, comm: NcclCommunicator, axis: str
         lambda: overlap.all_gather_matmul(own, b, workspace, gathers),
         lambda: overlap.matmul_all_reduce(a, b, workspace, sums),
     )
-    alone_us = gather_us(extents, gathers.tiles, event_rows(extents), none, gathers.split)
+    alone_us = gather_us(extents, gathers.tiles, none, gathers.split)
     peers_us = max(gathered - alone_us, 0.0)
     plan = plan_sending(
         extents,

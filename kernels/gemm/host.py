@@ -49,7 +49,9 @@ class PeerMatmuls:
             for workspace in opened:
                 workspace.rewind()
 
-    def compile(self, node: FusedMatmul) -> Callable[[Tensor, Tensor], Tensor]:
+    def compile(
+        self, node: FusedMatmul, *, is_final: bool = False
+    ) -> Callable[[Tensor, Tensor], Tensor]:
         """See Matmuls. ProgramError from a call with what the kernel can't do."""
         comm, axis, overlap = self.comm, node.mesh_axis, True if node.forced else None
         symmetric_buffer = self._opened[axis][-1]
@@ -64,6 +66,7 @@ class PeerMatmuls:
                     overlap=overlap,
                     workspace=symmetric_buffer,
                     mixes=node.mixes or None,
+                    is_final=is_final,
                 )
             case "matmul_reduce_scatter":
                 return lambda x, w: matmul_reduce_scatter(

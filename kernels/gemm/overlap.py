@@ -9,18 +9,21 @@ Sums of the last tiles, which all programs finish at one time, are pushed by the
 Next: device/kernel.py.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from distmega.errors import HangError
 from distmega.kernels.gemm.device.spec import WORDS, MatmulSpec
 from distmega.kernels.gemm.device.start import Peering, launch_matmul
-from distmega.kernels.gemm.times.matmul_ways import MatmulChoice, event_rows
+from distmega.kernels.gemm.times.matmul_ways import MatmulChoice
 from distmega.kernels.gemm.times.tile_times import (
     GATHERED,
     TILE_ROWS,
     SendPlan,
     Tiles,
+    copied_rows,
     count_helpers,
     order_turns,
     plan_sending,
@@ -50,20 +53,22 @@ class Stuck:
             )
 
 
-def gather_rows(own: Tensor, workspace: Workspace, rows: int) -> None:
-    """Starts the copies of own [M / num_ranks, K] into all peers' symmetric buffers, `rows` at a
-    time, the nearest neighbour of the ring first, as its kernel asks for them.
+def gather_rows(own: Tensor, workspace: Workspace, parts: Sequence[int]) -> None:
+    """Starts the copies of own [M / num_ranks, K] into all peers' symmetric buffers, in parts of so
+    many rows, the nearest neighbour of the ring first, as its kernel asks for them.
     """
     stream, rank = workspace.stream, workspace.rank
-    num_bytes = rows * own.shape[1] * own.element_size()
+    row_bytes = own.shape[1] * own.element_size()
     first = rank * own.numel() * own.element_size()
     for step in range(1, workspace.num_ranks):
         peer = (rank - step) % workspace.num_ranks
         buffer = workspace.symmetric_address(peer) + first
-        for word in range(own.shape[0] // rows):
-            start = word * num_bytes
+        start = 0
+        for word, rows in enumerate(parts):
+            num_bytes = rows * row_bytes
             copy_bytes(buffer + start, own.data_ptr() + start, num_bytes, stream)
             workspace.tell(peer, word)
+            start += num_bytes
 
 
 def all_gather_matmul(
@@ -73,10 +78,11 @@ def all_gather_matmul(
     choice: MatmulChoice,
     *,
     mixes: Expr | None = None,
+    is_final: bool = False,
     debug: bool = False,
 ) -> Tensor:
     """C [M, N] for own [M / num_ranks, K], b [N, K]; the kernel starts with this rank's rows. With
-    `mixes`, of MatmulSpec, [M, N / 2].
+    `mixes`, of MatmulSpec, [M, N / 2]. is_final: nobody will write into own.
     """
     assert choice.tiles is not None
     own = own.contiguous()
@@ -88,9 +94,9 @@ def all_gather_matmul(
         depth=own.shape[1],
         num_ranks=workspace.num_ranks,
     )
-    rows = event_rows(extents)
+    parts = copied_rows(extents, choice.tiles)
     buffer = workspace.buffer((extents.rows, extents.depth), own.dtype)
-    gather_rows(own, workspace, rows)
+    gather_rows(own, workspace, parts)
     columns = extents.columns if mixes is None else extents.columns // 2
     out = torch.empty(extents.rows, columns, dtype=own.dtype, device=own.device)
     stuck = Stuck(own.device, debug)
@@ -107,14 +113,16 @@ def all_gather_matmul(
         given=choice.split.given,
         fewer=choice.split.fewer,
         arrivals=workspace.arrivals,
-        arrival_rows=rows,
+        arrival_rows=parts[0],
         counts=workspace.counts,
         buffers=workspace.buffers,
         words=workspace.pushed,
     )
     spec = _spec(tiles, workspace, gathers=True, mixes=mixes, debug=debug)
     launch_matmul(buffer, b, out, spec, tiles.group, peering, stuck.words)
-    workspace.end(range(own.shape[0] // rows), from_caller=True)
+    if is_final:
+        workspace.hold(own)
+    workspace.end(range(len(parts)), from_caller=not is_final)
     stuck.check(workspace)
     return out
 

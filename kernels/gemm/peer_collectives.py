@@ -41,17 +41,21 @@ _row_summers: WeakKeyDictionary[Workspace, dict[tuple[int, int], PushedSumNorm]]
 _reducers: WeakKeyDictionary[Workspace, dict[int, PushedAllReduce]] = WeakKeyDictionary()
 
 
-def all_gather(own: Tensor, workspace: Workspace) -> Tensor:
-    """Rows of all ranks, [M, K] for own [M / num_ranks, K], until the second call after this."""
+def all_gather(own: Tensor, workspace: Workspace, *, is_final: bool = False) -> Tensor:
+    """Rows of all ranks, [M, K] for own [M / num_ranks, K], until the second call after this.
+    is_final: nobody will write into own.
+    """
     own = own.contiguous()
     workspace.begin()
     workspace.follow()
     rows = own.shape[0]
     full = workspace.buffer((rows * workspace.num_ranks, own.shape[1]), own.dtype)
-    gather_rows(own, workspace, rows)
+    gather_rows(own, workspace, [rows])
     full[workspace.rank * rows :][:rows].copy_(own)
     workspace.await_peers(0)
-    workspace.end([0], from_caller=True)
+    if is_final:
+        workspace.hold(own)
+    workspace.end([0], from_caller=not is_final)
     return full
 
 

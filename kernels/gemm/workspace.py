@@ -8,10 +8,12 @@ the host but its turn, so a captured graph that begins and ends at an even turn 
 
 Copies, the words behind them and what copies wait for are on a stream each, since an engine that
 waits for another stands still for some microseconds. The stream of the calls waits for none of
-these but where copies read what is the caller's, since its next kernel would begin as much later.
-That a call may follow, two later, is known all the same. Its peers have told it in the call between
-that they are through with the one before, so all copies to them are; and that its own words are 0
-again is told by the first word of the call between, READY, which that call's kernel waits for.
+these, since its next kernel would begin as much later, unless copies read what the caller may write
+into again; what stays as it is is held until the end of the next call, which no peer lets come
+before it has what was copied to it. That a call may follow, two later, is known all the same. Its
+peers have told it in the call between that they are through with the one before, so all copies to
+them are; and that its own words are 0 again is told by the first word of the call between, READY,
+which that call's kernel waits for.
 Next: overlap.py.
 """
 
@@ -48,6 +50,8 @@ class Workspace:
         """Raises LaunchError if the ranks do not reach each other's memory."""
         self.symmetric_bytes = -(-symmetric_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.turn = 0
+        self._held: list[Tensor | None] = [None] * TURNS
+        """What copies of a turn's last call read."""
         self._queued = False
         """Whether streams of this have work that no settled stream follows yet."""
         self._at_words = TURNS * self.symmetric_bytes
@@ -86,6 +90,7 @@ class Workspace:
     def begin(self) -> None:
         """The next call's turn."""
         self.turn ^= 1
+        self._held[self.turn] = None
 
     def follow(self) -> None:
         """Copies and words come after what the current stream has been given. A call without any
@@ -106,11 +111,17 @@ class Workspace:
         self._words.wait_stream(self.stream)
         write_word(self.arrival_address(peer, self.rank, word), 1, self._words)
 
+    def hold(self, own: Tensor) -> None:
+        """Keeps what copies of this call read, and nobody writes into, until the second next call
+        begins: the one between waits for all peers, whose last call was this one then.
+        """
+        self._held[self.turn] = own
+
     def end(
         self, words: Iterable[int], counts: Iterable[int] = (), *, from_caller: bool = False
     ) -> None:
         """Behind all that this call has been given, `words` of each peer and `counts` go back to 0.
-        from_caller: copies read what is the caller's, so the current stream waits for them.
+        from_caller: copies read what others may write into, so the current stream waits for them.
         """
         current = torch.cuda.current_stream()
         if from_caller:
@@ -131,6 +142,7 @@ class Workspace:
             for stream in (self.stream, self._words, self._waits):
                 torch.cuda.current_stream().wait_stream(stream)
             self._queued = False
+        self._held = [None] * TURNS
 
     def settle(self) -> None:
         """To an even turn, by a call without data if need be, and `join`. Collective."""
@@ -145,7 +157,7 @@ class Workspace:
 
     def rewind(self) -> None:
         """To where a settled workspace is, without work: a capture failed that had begun there."""
-        self.turn, self._queued = 0, False
+        self.turn, self._queued, self._held = 0, False, [None] * TURNS
 
     def await_peers(self, word: int, value: int = 1) -> None:
         """The current stream goes on when that word of all other ranks has reached a value, and the

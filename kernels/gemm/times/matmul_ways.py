@@ -57,8 +57,6 @@ SPLIT_US = 4.0
 """By how much splitting the last wave must be expected to win."""
 FEW = 4
 """Ways to run the kernel that are also tried with the last wave split, the best without."""
-MIN_EVENT_ROWS = 1024
-"""Rows of A that one copy brings: each copy costs some microseconds of the link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,11 +195,12 @@ def tiles_choice(collective: Collective, extents: Extents, rates: OverlapRates) 
 def _kernel_ways(collective: Collective, extents: Extents) -> Iterator[MatmulChoice]:
     """What the kernel is tried with, the last wave whole, of no time yet."""
     chunk_rows = extents.rows // (extents.num_ranks * TILE_ROWS)
-    groups = (8,) if collective == "all_gather" else (4, 8)
+    gathers = collective == "all_gather"
+    groups = {min(n, chunk_rows) if gathers else band_rows(chunk_rows, n) for n in (4, 8)}
     for tile_n, stages in STAGES.items():
-        for group in sorted({band_rows(chunk_rows, n) for n in groups}, reverse=True):
+        for group in sorted(groups, reverse=True):
             tiles = Tiles(tile_n=tile_n, stages=stages, group=group)
-            if collective == "all_gather":
+            if gathers:
                 yield MatmulChoice(means="tiles", us=0.0, tiles=tiles)
                 continue
             lags = (0, 2) if chunk_rows // group > 2 else (0,)
@@ -216,9 +215,9 @@ def tiles_us(
     tiles = choice.tiles
     assert tiles is not None
     least = rates.launch_us + STREAMING * _stream_us(extents, tiles.group, rates)
+    narrow = NARROW if tiles.group < GROUP else 1.0
     if collective == "all_gather":
-        us = gather_us(extents, tiles, event_rows(extents), rates, choice.split)
-        return max(us, least)
+        return max(gather_us(extents, tiles, rates, choice.split) * narrow, least)
     plan = plan_sending(
         extents,
         tiles,
@@ -228,7 +227,6 @@ def tiles_us(
         split=choice.split,
         shares=collective == "all_reduce",
     )
-    narrow = NARROW if tiles.group < GROUP else 1.0
     return max(send_us(extents, plan, rates) * narrow, least)
 
 
@@ -280,11 +278,3 @@ def choose_means(collective: Collective, extents: Extents, rates: OverlapRates) 
         found,
         key=lambda choice: choice.us * (MIN_PREDICTED_SPEEDUP if choice.means == "tiles" else 1.0),
     )
-
-
-def event_rows(extents: Extents) -> int:
-    """Rows of A in one copy: at least 1024 where a rank has as many, a divisor of a rank's rows."""
-    rows = extents.rows // extents.num_ranks
-    tiles = rows // TILE_ROWS
-    fitting = [n for n in range(1, tiles + 1) if tiles % n == 0]
-    return TILE_ROWS * next((n for n in fitting if n * TILE_ROWS >= MIN_EVENT_ROWS), tiles)

@@ -6,6 +6,7 @@ taken to run in step, so what one sends at a time is what it receives. Next: mat
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from distmega.kernels.gemm.times.rates import OverlapRates
 from distmega.sharding.overlap.products import Extents
@@ -138,27 +139,28 @@ class _Programs:
         return end
 
 
+def copied_rows(extents: Extents, tiles: Tiles) -> list[int]:
+    """Rows of A in each copy of a rank's: a band of tiles, which are crossed together."""
+    rows, most = extents.rows // extents.num_ranks, tiles.group * TILE_ROWS
+    return [min(most, rows - first) for first in range(0, rows, most)]
+
+
 def gather_us(
-    extents: Extents,
-    tiles: Tiles,
-    event_rows: int,
-    rates: OverlapRates,
-    split: DepthSplit = WHOLE,
+    extents: Extents, tiles: Tiles, rates: OverlapRates, split: DepthSplit = WHOLE
 ) -> float:
-    """A kernel that computes rows as they come, `event_rows` with each copy."""
+    """A kernel that computes rows as they come."""
     rows = extents.rows // extents.num_ranks
     in_chunk = rows // TILE_ROWS * ceil_div(extents.columns, tiles.tile_n)
     tiles_each = ceil_div(extents.columns, tiles.tile_n) * tiles.group
-    copies = rows // event_rows
-    copy_us = 2 * event_rows * extents.depth / rates.copy_bytes_per_us + rates.copy_gap_us
+    row_us = 2 * extents.depth / rates.copy_bytes_per_us
+    ends = list(accumulate(n * row_us + rates.copy_gap_us for n in copied_rows(extents, tiles)))
     num_tiles = in_chunk * extents.num_ranks
     helpers = count_helpers(extents, tiles.tile_n, split, rates.num_sms)
     programs = _Programs(extents, tiles.tile_n, helpers, split, GATHERED, rates)
     for number in range(num_tiles):
         step, position = divmod(number, in_chunk)
-        lowest = min((position // tiles_each + 1) * tiles.group * TILE_ROWS, rows)
-        done = (step - 1) * copies + ceil_div(lowest, event_rows)
-        programs.end_us(rates.copy_us + done * copy_us if step else 0.0)
+        done_us = (step - 1) * ends[-1] + ends[position // tiles_each]
+        programs.end_us(rates.copy_us + done_us if step else 0.0)
     return max(programs.free)
 
 

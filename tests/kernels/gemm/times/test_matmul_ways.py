@@ -11,7 +11,6 @@ from distmega.kernels.gemm.times.matmul_ways import (
     choose_means,
     choose_mixed_tiles,
     choose_tiles,
-    event_rows,
     kernel_problem,
     kernel_us,
     sent_bytes,
@@ -22,6 +21,7 @@ from distmega.kernels.gemm.times.tile_times import (
     WHOLE,
     Tiles,
     band_rows,
+    copied_rows,
     plan_sending,
     send_us,
     split_last_wave,
@@ -159,13 +159,14 @@ def test_bytes_of_a_collective():
     assert sent_bytes("all_reduce", extents) == 2 * 2 * 3072 * 8192
 
 
-@given(tiles=st.integers(1, 256), num_ranks=st.sampled_from([2, 4, 8]))
-def test_copies_are_whole_tiles_and_divide_a_ranks_rows(tiles, num_ranks):
-    extents = Extents(rows=128 * tiles * num_ranks, columns=1024, depth=1024, num_ranks=num_ranks)
-    rows = event_rows(extents)
-    assert rows % 128 == 0
-    assert 128 * tiles % rows == 0
-    assert rows >= min(1024, 128 * tiles)
+@given(rows=st.integers(1, 256), num_ranks=st.sampled_from([2, 4, 8]), group=st.integers(1, 16))
+def test_copies_bring_whole_bands_of_a_ranks_rows(rows, num_ranks, group):
+    extents = Extents(rows=128 * rows * num_ranks, columns=1024, depth=1024, num_ranks=num_ranks)
+    *whole, last = copied_rows(extents, Tiles(tile_n=128, stages=6, group=group))
+    assert {*whole} <= {128 * group}
+    assert last % 128 == 0
+    assert 0 < last <= 128 * group
+    assert sum(whole) + last == 128 * rows
 
 
 @given(
