@@ -9,15 +9,20 @@ engine.py.
 import os
 import threading
 from collections.abc import Generator, Iterator, Mapping, Set
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from operator import index
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from distmega.arguments import shown
 from distmega.engine.ranks.own_process import require_process
 from distmega.errors import RequestError
 
 T = TypeVar("T")
+Tokens = NDArray[np.int64]
+"""Ids of tokens, in order."""
 
 
 class Calls:
@@ -89,3 +94,20 @@ def require_tokens(ids: object, vocab: int) -> list[int]:
             remedy="use the model's own tokenizer",
         )
     return found
+
+
+def prompt_tokens(ids: object, vocab: int) -> Tokens:
+    """As require_tokens, of many: NumPy reads a list in a third of the time."""
+    found = None
+    if isinstance(ids, list | tuple | np.ndarray):
+        with suppress(ValueError):  # lists of unequal lengths
+            found = np.asarray(ids)
+    if (
+        found is None
+        or found.ndim != 1
+        or found.dtype.kind not in "iu"
+        or not found.size
+        or not 0 <= found.min() <= found.max() < vocab
+    ):
+        found = np.array(require_tokens(ids, vocab))
+    return found.astype(np.int64, copy=False)

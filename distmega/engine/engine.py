@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distmega.arguments import MAX_NUMBER, is_list, require_switch, require_whole, shown
-from distmega.engine.calls import Calls, require_tokens
+from distmega.engine.calls import Calls, Tokens, prompt_tokens, require_tokens
 from distmega.engine.decode_plan import (
     DecodePlan,
     lower_decode,
@@ -479,13 +479,13 @@ class Engine(OwnProcess):
         vocab = self.decode_plan.config.vocab
         with self._calls.alone():
             known = {
-                slot: (require_tokens(ids, vocab), sampling)
+                slot: (prompt_tokens(ids, vocab), sampling)
                 for slot, (ids, sampling) in given.items()
             }
             return self._start(known, logits)
 
     def _start(
-        self, given: Mapping[int, tuple[list[int], Sampling | None]], logits: Logits
+        self, given: Mapping[int, tuple[Tokens, Sampling | None]], logits: Logits
     ) -> tuple[dict[int, int], list[Tensor]]:
         """_run_prefill of tokens that the model knows."""
         prompts = {slot: ids for slot, (ids, _) in given.items()}
@@ -533,7 +533,7 @@ class Engine(OwnProcess):
             )
             self._sample_inputs["seeds"][slot] = sampling.seed
 
-    def _require_prompt(self, slot: int, ids: Sequence[int]) -> None:
+    def _require_prompt(self, slot: int, ids: Tokens) -> None:
         """RequestError unless a slot can take this prompt."""
         if not 0 <= slot < self.batch:
             raise RequestError(
@@ -541,7 +541,7 @@ class Engine(OwnProcess):
                 expected=f"slots below the batch of {self.batch}",
                 remedy=f"raise {argument('batch')}",
             )
-        if not ids:
+        if not len(ids):
             raise RequestError(
                 f"an empty prompt in slot {slot}",
                 expected="a token at least",

@@ -5,17 +5,18 @@ end. A prompt that does not fit into what is left of a budget is cut there, and 
 pass: what came before is in its cache by then. Used by prefill.py.
 """
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distmega.engine.calls import Tokens
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptPart:
     """Tokens `ids` of the sequence in `slot`, at positions `position` and on. ends: they are the
     prompt's last.
@@ -23,7 +24,7 @@ class PromptPart:
 
     slot: int
     position: int
-    ids: tuple[int, ...]
+    ids: Tokens | Sequence[int]
     ends: bool
 
     @property
@@ -36,7 +37,9 @@ ROWS = ("tokens", "positions", "sequences", "starts", "last", "last_positions")
 """Inputs that say what a pass's rows are, as lay_rows orders them; see build_decoder's `prompt`."""
 
 
-def pack_prompts(prompts: Mapping[int, Sequence[int]], budget: int) -> list[list[PromptPart]]:
+def pack_prompts(
+    prompts: Mapping[int, Tokens | Sequence[int]], budget: int
+) -> list[list[PromptPart]]:
     """Passes of at most `budget` tokens, all but the last of as many; slots in ascending order."""
     passes: list[list[PromptPart]] = []
     capacity = 0
@@ -46,7 +49,7 @@ def pack_prompts(prompts: Mapping[int, Sequence[int]], budget: int) -> list[list
             if not capacity:
                 passes.append([])
                 capacity = budget
-            piece = tuple(ids[position : position + capacity])
+            piece = ids[position : position + capacity]
             capacity -= len(piece)
             ends = position + len(piece) == len(ids)
             passes[-1].append(PromptPart(slot=slot, position=position, ids=piece, ends=ends))
@@ -67,30 +70,35 @@ def row_lengths(size: int, num_slots: int) -> tuple[int, ...]:
     return size, size, size, num_slots + 1, num_slots, num_slots
 
 
-def lay_rows(
-    parts: Sequence[PromptPart], size: int, num_slots: int, *, pin_memory: bool = False
-) -> Tensor:
-    """The rows of a pass of ascending slots: ROWS one behind the other, i64 on the CPU. Up to
-    `size` the last sequence goes on with tokens 0, whose cache rows its next tokens overwrite. A
-    slot without tokens has row 0 for its last.
+def new_rows(size: int, num_slots: int, *, pin_memory: bool = False) -> Tensor:
+    """Memory on the CPU for what lay_rows writes."""
+    num_elements = sum(row_lengths(size, num_slots))
+    return torch.empty(num_elements, dtype=torch.int64, device="cpu", pin_memory=pin_memory)
+
+
+def lay_rows(parts: Sequence[PromptPart], size: int, num_slots: int, rows: Tensor) -> Tensor:
+    """Writes the rows of a pass of ascending slots into `rows`, new_rows of as many: ROWS one
+    behind the other, i64. Up to `size` the last sequence goes on with tokens 0, whose cache rows
+    its next tokens overwrite. A slot without tokens has row 0 for its last.
     """
     num_tokens = sum(len(part.ids) for part in parts)
     assert size >= num_tokens, "a size holds its tokens"
-    rows = torch.zeros(
-        sum(row_lengths(size, num_slots)), dtype=torch.int64, device="cpu", pin_memory=pin_memory
-    )
-    ends = list(accumulate(row_lengths(size, num_slots)))[:-1]
     # by NumPy, of which an assignment takes a tenth of the time that one of torch takes
-    tokens, positions, sequences, starts, last, last_positions = np.split(rows.numpy(), ends)
-    tokens[:num_tokens] = array("q", chain.from_iterable(part.ids for part in parts))
+    numbers, bounds = rows.numpy(), accumulate(row_lengths(size, num_slots), initial=0)
+    tokens, positions, sequences, starts, last, last_positions = (
+        numbers[start:stop] for start, stop in pairwise(bounds)
+    )
+    tokens[num_tokens:] = starts[0] = last[:] = 0
     counts = [0] * num_slots
     row = 0
     last_positions[:] = parts[0].position
     for part in parts:
-        count = len(part.ids) if part is not parts[-1] else size - row
+        num_ids = len(part.ids)
+        count = num_ids if part is not parts[-1] else size - row
+        tokens[row : row + num_ids] = part.ids
         positions[row : row + count] = np.arange(part.position, part.position + count)
         sequences[row : row + count] = part.slot
-        last[part.slot] = row + len(part.ids) - 1
+        last[part.slot] = row + num_ids - 1
         last_positions[part.slot] = part.stop - 1
         counts[part.slot] = count
         row += count

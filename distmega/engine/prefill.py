@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from distmega.collecting import gc_paused
+from distmega.engine.calls import Tokens
 from distmega.engine.decode_plan import (
     BY_ROWS,
     DecodePlan,
@@ -28,6 +29,7 @@ from distmega.engine.packing import (
     PromptPart,
     keys_a_row,
     lay_rows,
+    new_rows,
     pack_prompts,
     row_lengths,
 )
@@ -60,15 +62,47 @@ Tensors = Mapping[str, Tensor]
 @dataclass(slots=True)
 class _Program:
     """A program of one size. given: its inputs, parts of `rows`, which one copy fills, and weights
-    that it knows under other names. rehearses: its kernels may have to be compiled.
+    that it knows under other names. laid: where the host lays rows. rehearses: its kernels may have
+    to be compiled.
     """
 
     evaluator: Evaluator
     rows: Tensor
+    laid: "_LaidRows"
     given: dict[str, Tensor]
     rehearses: bool
     used: bool = False
     graph: CapturedHost | None = None
+
+
+class _LaidRows:
+    """Memory on the host in which rows of passes of one size wait until they are copied. The host
+    goes on to the next pass meanwhile, and new memory that a GPU reads by itself takes 0.1 ms.
+    """
+
+    def __init__(self, size: int, num_slots: int) -> None:
+        self._size, self._num_slots = size, num_slots
+        self._copied: list[tuple[Tensor, torch.cuda.Event]] = []
+        """Pinned memory, and what follows its last copy."""
+
+    def copy(self, parts: Sequence[PromptPart], target: Tensor) -> None:
+        """The rows of a pass to where a program reads them."""
+        if not target.is_cuda:
+            rows = new_rows(self._size, self._num_slots)
+            target.copy_(lay_rows(parts, self._size, self._num_slots, rows))
+            return
+        rows, copied = self._free()
+        lay_rows(parts, self._size, self._num_slots, rows)
+        target.copy_(rows, non_blocking=True)
+        copied.record()
+
+    def _free(self) -> tuple[Tensor, torch.cuda.Event]:
+        for rows, copied in self._copied:
+            if copied.query():  # type: ignore[no-untyped-call]
+                return rows, copied
+        rows = new_rows(self._size, self._num_slots, pin_memory=True)
+        self._copied.append((rows, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        return self._copied[-1]
 
 
 class Prefills:
@@ -101,7 +135,7 @@ class Prefills:
 
     def run(
         self,
-        prompts: Mapping[int, Sequence[int]],
+        prompts: Mapping[int, Tokens],
         logits: Logits,
         tensors: Tensors,
         slot_tensors: Callable[[int], Tensors],
@@ -142,7 +176,7 @@ class Prefills:
             following |= {slot: pairs[slot] for slot in ending}
         return following, scores + [of_slots[slot] for slot in sorted(of_slots)]
 
-    def _run_parts(self, ids: Sequence[int], logits: Logits, tensors: Tensors) -> Tensors:
+    def _run_parts(self, ids: Tokens, logits: Logits, tensors: Tensors) -> Tensors:
         """One prompt in micro-batches."""
         program = self._program(len(ids), logits)
         tokens = torch.tensor(ids, device=self._device)
@@ -154,16 +188,14 @@ class Prefills:
         """Outputs of a pass, which the next one may overwrite; rows of `logits` behind those of the
         prompts mean nothing, nor does `next` of a slot whose prompt does not end.
         """
-        options, last = self._decode_plan.options, parts[-1]
+        last = parts[-1]
         num_tokens = sum(len(part.ids) for part in parts)
         capacity = num_tokens + self._decode_plan.max_context - last.stop
         size = prefill_size(self._decode_plan, num_tokens, min(capacity, self._budget))
         on_gpu = self._device.type == "cuda"
         is_long = on_gpu and keys_a_row(parts) >= LONG_KEYS
         program = self._program(size, logits, is_long=is_long)
-        # queued: the host goes on to the next pass, from memory that the GPU copies by itself
-        rows = lay_rows(parts, size, options.batch, pin_memory=on_gpu)
-        program.rows.copy_(rows, non_blocking=on_gpu)
+        program.laid.copy(parts, program.rows)
         if program.used and program.graph is None and self._captures and logits == "none":
             program.graph = self._capture(program, tensors)
         if not program.used and program.rehearses:
@@ -180,11 +212,12 @@ class Prefills:
             evaluator, joined = self._open(*self._host_program(size, logits), is_long)
             batch = self._decode_plan.options.batch
             lengths = list(row_lengths(size, batch))
+            laid = _LaidRows(size, batch)
             rows = torch.zeros(sum(lengths), dtype=torch.int64, device=self._device)
             parts = rows.split(lengths)  # type: ignore[no-untyped-call]
             given = joined | dict(zip(ROWS, parts, strict=True)) | self._known(evaluator.host)
             rehearses = self._plans_anew and self._device.type == "cuda"
-            found = self._programs[key] = _Program(evaluator, rows, given, rehearses)
+            found = self._programs[key] = _Program(evaluator, rows, laid, given, rehearses)
             self._plans_anew = False
         return found
 

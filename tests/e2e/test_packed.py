@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmega.engine.engine import Engine
-from distmega.engine.packing import ROWS, keys_a_row, lay_rows, pack_prompts, row_lengths
+from distmega.engine.packing import (
+    ROWS,
+    keys_a_row,
+    lay_rows,
+    new_rows,
+    pack_prompts,
+    row_lengths,
+)
 from distmega.engine.requests import EngineOptions
 from distmega.errors import RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
@@ -69,7 +76,9 @@ def test_passes_hold_each_token_once_and_in_order(prompts, budget, spare):
     for number, parts in enumerate(passes):
         size = sum(len(part.ids) for part in parts)
         assert size == budget or number == len(passes) - 1
-        numbers = lay_rows(parts, size + spare, 6).split(row_lengths(size + spare, 6))
+        memory = new_rows(size + spare, 6).fill_(-7)
+        laid = lay_rows(parts, size + spare, 6, memory)
+        numbers = laid.split(row_lengths(size + spare, 6))
         rows = dict(zip(ROWS, (part.tolist() for part in numbers), strict=True))
         starts = rows["starts"]
         counts = [stop - start for start, stop in itertools.pairwise(starts)]

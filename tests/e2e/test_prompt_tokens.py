@@ -1,0 +1,63 @@
+"""Prompts are read by NumPy, but give and refuse what reading a token at a time does."""
+
+import numpy as np
+import pytest
+import torch
+
+from distmega.engine.calls import prompt_tokens, require_tokens
+from distmega.errors import RequestError
+
+VOCAB = 300
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [1, 2, 299],
+        (0,),
+        range(5),
+        [],
+        np.arange(7, dtype=np.uint8),
+        np.zeros(0, dtype=np.int32),
+        torch.arange(4),
+        [np.int32(3), 4],
+        [True, 2],
+        [torch.tensor(5), 6],
+    ],
+    ids=str,
+)
+def test_what_is_a_token_at_a_time_is_one_in_many(ids):
+    found = prompt_tokens(ids, VOCAB)
+    assert found.dtype == np.int64
+    assert found.tolist() == require_tokens(ids, VOCAB)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [1, 300],
+        [-1, 2],
+        [2**63],
+        [2**70],
+        [-(2**63), 2**63],
+        [1.0, 2],
+        np.ones(3),
+        [[1, 2], [3]],
+        [[1, 2], [3, 4]],
+        np.ones((2, 2), dtype=np.int64),
+        ["1"],
+        "12",
+        b"12",
+        {1, 2},
+        {1: 2},
+        None,
+        7,
+    ],
+    ids=str,
+)
+def test_what_is_refused_a_token_at_a_time_is_refused_in_the_same_words(ids):
+    with pytest.raises(RequestError) as one:
+        require_tokens(ids, VOCAB)
+    with pytest.raises(RequestError) as many:
+        prompt_tokens(ids, VOCAB)
+    assert str(many.value) == str(one.value)
