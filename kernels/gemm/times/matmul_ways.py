@@ -41,10 +41,6 @@ STAGES = {256: 4, 128: 6}
 """Slots of the ring by columns of a tile: what fits into shared memory."""
 MIXED_COLUMNS = max(STAGES)
 """A product has a multiple of them where its kernel makes one column of two of one weight."""
-LIBRARY_LEAD = 1.05
-"""How much longer than cuBLAS the kernel took for such products, 1.04, and some doubt; both are
-predicted alike where they are bound by arithmetic.
-"""
 STREAMING = 1.1
 """How much longer than the library's the kernel takes where reading operands is all that counts."""
 MIN_PREDICTED_SPEEDUP = 1.02
@@ -123,7 +119,7 @@ def choose_mixed_tiles(
     tiles = best_tiles(extents, rates)
     num_bytes = extents.item_bytes * extents.rows * extents.columns * 1.5
     mixing_us = num_bytes / rates.memory_bytes_per_us
-    ours = kernel_us(extents, tiles.tile_n, rates) * LIBRARY_LEAD
+    ours = kernel_us(extents, tiles.tile_n, rates)
     if apart:
         half = replace(extents, columns=extents.columns // 2)
         library = 2 * library_us(half, rates) + rates.launch_us
