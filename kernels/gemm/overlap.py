@@ -5,7 +5,8 @@ In: bf16 operands, a Workspace. Out: results of this rank. A gather pushes this 
 peers' symmetric buffers, each copy followed by its event word. A sending kernel counts the tiles of
 each band of rows that it has stored, by parts of it; copies, queued behind waits for these counts,
 push the parts into the symmetric buffers of those who want them, each followed by an event word.
-Sums of the last tiles, which all programs finish at one time, are pushed by the kernel itself.
+Where copies would end too late, partial results are pushed by the kernel itself, an event word a
+tile; so are sums of the last tiles, which all programs finish at one time.
 Next: device/kernel.py.
 """
 
@@ -20,6 +21,7 @@ from distmega.kernels.gemm.device.start import Peering, launch_matmul
 from distmega.kernels.gemm.times.matmul_ways import MatmulChoice
 from distmega.kernels.gemm.times.tile_times import (
     GATHERED,
+    PUSHED,
     TILE_ROWS,
     SendPlan,
     Tiles,
@@ -28,7 +30,7 @@ from distmega.kernels.gemm.times.tile_times import (
     order_turns,
     plan_sending,
 )
-from distmega.kernels.gemm.workspace import PUSHED, Workspace
+from distmega.kernels.gemm.workspace import Workspace
 from distmega.kernels.runtime.gpus import num_sms
 from distmega.kernels.runtime.streams.stream_ops import copy_bytes, copy_columns
 from distmega.program.expr import Expr
@@ -203,7 +205,8 @@ def _send(
         split=choice.split,
         shares=out is None,
     )
-    spec = _spec(plan.tiles, workspace, sends="all" if plan.shares else "scatter", debug=debug)
+    sends = "all" if plan.shares else "push" if choice.pushes else "scatter"
+    spec = _spec(plan.tiles, workspace, sends=sends, debug=debug)
     stuck = Stuck(a.device, debug)
     peering = Peering(
         rank=workspace.rank,
@@ -211,6 +214,7 @@ def _send(
         part=plan.part,
         arrivals=workspace.arrivals,
         home=home,
+        aways=workspace.peer_buffers(home.shape, home.dtype) if choice.pushes else (),
         counts=workspace.counts,
         late=plan.num_tiles - plan.num_late,
         buffers=workspace.buffers,
@@ -220,9 +224,12 @@ def _send(
         fewer=plan.split.fewer,
     )
     launch_matmul(a, b, result, spec, plan.tiles.group, peering, stuck.words)
-    counts = send_rows(plan, home, workspace)
+    counts: list[int] = []
+    words: list[int] = []
+    if not choice.pushes:
+        counts = send_rows(plan, home, workspace)
+        words += range(plan.num_words)
     stuck.check(workspace)
-    words = list(range(plan.num_words))
     if plan.shares:
         words.append(plan.num_words)
         workspace.await_peers(plan.num_words)

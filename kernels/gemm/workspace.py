@@ -26,17 +26,13 @@ from torch import Tensor
 
 from distmega.errors import RequestError
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.kernels.gemm.times.tile_times import NUM_WORDS
+from distmega.kernels.gemm.times.tile_times import NUM_WORDS, PUSHED, READY
 from distmega.kernels.runtime.streams.stream_ops import wait_word, write_word, write_words
 from distmega.kernels.runtime.symmetric import Team, open_symmetric
 
 WORD_BYTES = 4
 ALIGNMENT_BYTES = 256
 TURNS = 2
-PUSHED = NUM_WORDS - 1
-"""The word in which kernels of a peer count tiles that they have pushed."""
-READY = PUSHED
-"""The same of this rank's own: the words of the call before are 0 again."""
 
 
 class Workspace:
@@ -181,6 +177,12 @@ class Workspace:
             )
         start = self.turn * self.symmetric_bytes
         return self._memory.local[start : start + num_bytes].view(dtype).view(*shape)
+
+    def peer_buffers(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """The current call's symmetric buffers of all ranks but this one, in the order of ranks."""
+        others = (rank for rank in range(self.num_ranks) if rank != self.rank)
+        start = self.turn * self.symmetric_bytes
+        return [self._memory.tensor(rank, shape, dtype, start) for rank in others]
 
     def symmetric_address(self, rank: int) -> int:
         """Of the current call's symmetric buffer in the memory of a rank."""

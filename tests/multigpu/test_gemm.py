@@ -16,7 +16,7 @@ from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.gemm import late
 from distmega.kernels.gemm.times.matmul_ways import STAGES, MatmulChoice
-from distmega.kernels.gemm.times.tile_times import DepthSplit, Tiles, plan_sending
+from distmega.kernels.gemm.times.tile_times import MOST_PEERS, DepthSplit, Tiles, plan_sending
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
 from distmega.kernels.runtime.gpus import num_sms
 from distmega.sharding.overlap.products import Extents
@@ -96,8 +96,10 @@ def use_every_tile(comm: NcclCommunicator) -> None:
             assert torch.equal(found, product(torch.cat(parts), b).bfloat16())
             parts = [operands(r, rows * size, 1152, 64, rows) for r in range(size)]
             total = torch.stack([product(*part) for part in parts]).sum(0).bfloat16()
-            found = late.overlap.matmul_reduce_scatter(*parts[rank], shared, choice, debug=True)
-            assert torch.equal(found, total.chunk(size)[rank])
+            for pushes in {False, size <= 1 + MOST_PEERS}:
+                sent = replace(choice, pushes=pushes)
+                found = late.overlap.matmul_reduce_scatter(*parts[rank], shared, sent, debug=True)
+                assert torch.equal(found, total.chunk(size)[rank])
             for num_parts in (1, 2, 4):
                 cut = replace(choice, parts=num_parts)
                 found = late.overlap.matmul_all_reduce(*parts[rank], shared, cut, debug=True)
@@ -127,8 +129,9 @@ def share_the_last_wave(comm: NcclCommunicator) -> None:
         total = torch.stack([product(*part) for part in signs]).sum(0).bfloat16()
         wide, b = [5 * a[:1024] + 1 for a, _ in drawn], signs[rank][1]
         gathered = product(torch.cat(wide), b).bfloat16()
-        for _ in range(3):
-            found = late.overlap.matmul_reduce_scatter(*signs[rank], shared, choice, debug=True)
+        for number in range(3):
+            sent = replace(choice, pushes=number != 1 and size <= 1 + MOST_PEERS)
+            found = late.overlap.matmul_reduce_scatter(*signs[rank], shared, sent, debug=True)
             assert torch.equal(found, total.chunk(size)[rank])
             found = late.overlap.matmul_all_reduce(*signs[rank], shared, choice, debug=True)
             assert torch.equal(found, total)

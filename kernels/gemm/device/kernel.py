@@ -32,7 +32,9 @@ from distmega.kernels.gemm.device.order import end_work, locate_part, locate_til
 from distmega.kernels.gemm.device.spec import (
     BUFFERS,
     EARLY,
+    EARLY_PUSHED,
     HALF_M,
+    PUSHED,
     READY,
     TILE_K,
     TILE_M,
@@ -62,7 +64,11 @@ def load_partials(partials, it, row, left, grid, helped, memory, ring, spec: gl.
     filled before; row: of tiles in the chunk; left: the tile's first column.
     """
     chunk_rows, rank = grid.chunk_rows, grid.rank
-    position, _ = locate_part(row, left // spec.tile_n, grid)
+    pushed: gl.constexpr = spec.sends == "push"
+    if pushed:
+        position = row * grid.columns + left // spec.tile_n
+    else:
+        position, _ = locate_part(row, left // spec.tile_n, grid)
     part_bytes: gl.constexpr = 2 * HALF_M * spec.tile_n
     others: gl.constexpr = spec.num_ranks - 1 if spec.sends != "" else 0
     pieces: gl.constexpr = 1 if spec.sends != "" else 2
@@ -78,7 +84,7 @@ def load_partials(partials, it, row, left, grid, helped, memory, ring, spec: gl.
             left = 0
         wait_event(memory.arrivals, source * WORDS + word, memory.stuck, spec.debug)
         before_tma_reads()
-        if other == others + pieces - 1:
+        if pushed or other == others + pieces - 1:
             clear_event(memory.arrivals, source * WORDS + word)
         for half in gl.static_range(2):
             slot = it % spec.stages
@@ -271,8 +277,8 @@ def hand_over(tiles_done, boxes, half: gl.constexpr):
 @gluon.jit
 def count_tiles(k_tiles, grid, helpers, memory, sends, boxes, spec: gl.constexpr):
     """The counter's partition, of one warp, which spares the compute warps the release: a count for
-    each part that copy engines wait for, one at the peers for tiles that this kernel pushes, and a
-    word for each tile that this program helps with.
+    each part that copy engines wait for, one at the peers for sums that this kernel pushes, a word
+    there for each partial result, and one here for each tile that this program helps with.
     """
     rank = grid.rank
     num_tiles = grid.chunk_rows * grid.columns * spec.num_ranks
@@ -287,6 +293,10 @@ def count_tiles(k_tiles, grid, helpers, memory, sends, boxes, spec: gl.constexpr
             count_event(memory.arrivals, rank * WORDS + word)
         elif (spec.sends == "all") & (number >= sends.late):
             count_at_peers(sends.words, rank, spec.num_ranks)
+        elif spec.sends == "push":
+            if chunk != rank:
+                words = gl.load(sends.words + chunk).to(gl.pointer_type(gl.int32))
+                count_event(words, row * grid.columns + column - PUSHED)
         elif spec.sends != "" and (chunk != rank or spec.sends == "all"):
             position, parts = locate_part(row, column, grid)
             count_event(memory.counts, chunk * parts + position)
@@ -294,7 +304,7 @@ def count_tiles(k_tiles, grid, helpers, memory, sends, boxes, spec: gl.constexpr
 
 
 @gluon.jit
-def compute_tiles(out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving,
+def compute_tiles(out, home, aways, k_tiles, grid, helpers, sends, ring, boxes, leaving,
                   half: gl.constexpr, spec: gl.constexpr):  # fmt: skip
     """A warp group's partition: rows half * 64 to half * 64 + 63 of each tile. leaving: bf16
     [BUFFERS, 64, 64] in shared memory, of this warp group. Other arguments are those of
@@ -316,7 +326,7 @@ def compute_tiles(out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving
         if spec.num_ranks == 1:
             acc, it = multiply(acc, it, 0, slices, ring, half, spec)
         else:
-            early = gl.minimum(EARLY, slices)
+            early = gl.minimum(EARLY_PUSHED if spec.sends == "push" else EARLY, slices)
             acc, it = multiply(acc, it, 0, early, ring, half, spec)
             hand_over(tiles_done, boxes, half)
             tiles_done += 1
@@ -339,8 +349,14 @@ def compute_tiles(out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving
                 num_partials = others + (word >= 0).to(gl.int32)
                 acc, it = add_partials(acc, it, num_partials, ring, half, spec)
             results = whole.to(gl.int32) * (spec.num_ranks * slot_rows)
-            if (chunk == rank) & whole & (spec.sends == "scatter"):
+            sums: gl.constexpr = spec.sends == "scatter" or spec.sends == "push"
+            if (chunk == rank) & whole & sums:
                 store_tile(acc, out, top, left, leaving)
+            elif spec.sends == "push" and whole:
+                slot_top = rank * slot_rows + top
+                for other in gl.static_range(spec.num_ranks - 1):
+                    if chunk == other + (other >= rank).to(gl.int32):
+                        store_tile(acc, aways[other], slot_top, left, leaving)
             elif spec.sends == "all" and whole and number >= sends.late:
                 push_tile(acc, home, results + below, left, leaving, sends, rank, spec)
             else:
@@ -352,9 +368,9 @@ def compute_tiles(out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving
 
 
 @gluon.jit(do_not_specialize=EXTENTS)
-def matmul_kernel(a, own, b, other, out, home, partials, k_tiles, chunk_rows, columns, rank, group,
-                  lag, part, arrival_rows, late, column_blocks, num_helpers, given, fewer, memory,
-                  spec: gl.constexpr):  # fmt: skip
+def matmul_kernel(a, own, b, other, out, home, away0, away1, away2, partials, k_tiles, chunk_rows,
+                  columns, rank, group, lag, part, arrival_rows, late, column_blocks, num_helpers,
+                  given, fewer, memory, spec: gl.constexpr):  # fmt: skip
     """Of local memory, in blocks of 64 columns, descriptors: a, bf16 [M, K]; own, bf16 [M /
     num_ranks, K], this rank's rows where it gathers; b, bf16 [N, K], in blocks of spec.columns
     rows; all read alone. Where spec.apart, b and other, in such blocks too, are the upper and the
@@ -362,9 +378,10 @@ def matmul_kernel(a, own, b, other, out, home, partials, k_tiles, chunk_rows, co
     scatters, written. home: this rank's symmetric buffer, bf16 [2 M, N], written, by peers too;
     partials: the same in blocks of tile_n columns, read. It has first a slot of M / num_ranks rows
     of partial results for each source rank, then M rows of results; this rank's own slot is for
-    tiles that programs help with. Where the kernel gathers, home and partials are [2 * 128 * tiles
-    of the last wave, tile_n], for what helpers compute of each, rounded, and then what rounding
-    leaves.
+    tiles that programs help with. away0 to away2: where partial results are pushed, home of each
+    other rank, in their order, written; else None. Where the kernel gathers, home and partials are
+    [2 * 128 * tiles of the last wave, tile_n], for what helpers compute of each, rounded, and then
+    what rounding leaves.
 
     k_tiles: slices of 64 along K. chunk_rows, columns, rank, group, lag, part: see TileGrid.
     arrival_rows: rows of A that a word of memory.arrivals stands for. late, column_blocks: see
@@ -390,13 +407,14 @@ def matmul_kernel(a, own, b, other, out, home, partials, k_tiles, chunk_rows, co
     grid = TileGrid(chunk_rows, columns, rank, group, lag, part)
     helpers = Helpers(num_helpers, given, fewer)
     sends = Sends(late, column_blocks, memory.buffers, memory.words)
+    aways = (away0, away1, away2)
     if spec.num_ranks == 1:
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving0,
-                                 0, spec)),
-                (compute_tiles, (out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving1,
-                                 1, spec)),
+                (compute_tiles, (out, home, aways, k_tiles, grid, helpers, sends, ring, boxes,
+                                 leaving0, 0, spec)),
+                (compute_tiles, (out, home, aways, k_tiles, grid, helpers, sends, ring, boxes,
+                                 leaving1, 1, spec)),
                 (load_tiles, (a, own, b, other, partials, k_tiles, grid, helpers, arrival_rows,
                               memory, loaded, spec)),
             ],
@@ -406,10 +424,10 @@ def matmul_kernel(a, own, b, other, out, home, partials, k_tiles, chunk_rows, co
     else:
         gl.warp_specialize(
             [
-                (compute_tiles, (out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving0,
-                                 0, spec)),
-                (compute_tiles, (out, home, k_tiles, grid, helpers, sends, ring, boxes, leaving1,
-                                 1, spec)),
+                (compute_tiles, (out, home, aways, k_tiles, grid, helpers, sends, ring, boxes,
+                                 leaving0, 0, spec)),
+                (compute_tiles, (out, home, aways, k_tiles, grid, helpers, sends, ring, boxes,
+                                 leaving1, 1, spec)),
                 (load_tiles, (a, own, b, other, partials, k_tiles, grid, helpers, arrival_rows,
                               memory, loaded, spec)),
                 (count_tiles, (k_tiles, grid, helpers, memory, sends, boxes, spec)),

@@ -4,20 +4,21 @@ from dataclasses import dataclass
 
 from triton.experimental.gluon import language as gl
 
-from distmega.kernels.gemm.times.tile_times import NUM_WORDS
+from distmega.kernels.gemm.times import tile_times
 from distmega.program.expr import Expr
 
 TILE_M = gl.constexpr(128)
 HALF_M = gl.constexpr(64)
 """Rows of a tile that one warp group computes; rows and columns of what is stored at a time."""
 TILE_K = gl.constexpr(64)
-READY = gl.constexpr(NUM_WORDS - 1)
-"""The word of a rank for itself that tells it that words of the call before are 0 again."""
-EARLY = gl.constexpr(2)
-"""Steps along K after which the stores of the tile before are taken to be written."""
-WORDS = gl.constexpr(NUM_WORDS)
+READY = gl.constexpr(tile_times.READY)
+PUSHED = gl.constexpr(tile_times.PUSHED)
+EARLY = gl.constexpr(tile_times.EARLY)
+EARLY_PUSHED = gl.constexpr(tile_times.EARLY_PUSHED)
+"""As there."""
+WORDS = gl.constexpr(tile_times.NUM_WORDS)
 """Event words that each source rank has for itself on every rank, and counts of a rank's rows."""
-BUFFERS = gl.constexpr(2)
+BUFFERS = gl.constexpr(tile_times.LEAVING_COLUMNS // 64)
 """Blocks of a warp group's result that may wait to leave."""
 
 
@@ -28,7 +29,8 @@ class MatmulSpec:
     tile_n: columns of a tile, 128 or 256. stages: slots of the ring. num_ranks: chunks of rows, 1
     without peers. gathers: rows of A but this rank's arrive while the kernel runs. sends: "" for a
     local result; "scatter": the rows of another rank go to it, those of this rank are summed over
-    ranks; "all": these sums go to all ranks. mixes: of columns n and N / 2 + n of the product, a0
+    ranks; "push": so, but from the kernel itself and not by copy engines; "all": these sums go to
+    all ranks. mixes: of columns n and N / 2 + n of the product, a0
     and a1, one column n of the result; nothing is sent then, and N is a multiple of tile_n, unless
     `apart`: both halves of the columns are of a weight of their own. debug: waits are bounded.
     """

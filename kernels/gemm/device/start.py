@@ -4,6 +4,7 @@ In: bf16 tensors that TMA can address, a MatmulSpec; for peers a `Peering`. Out:
 the spec says. Next: api.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from distmega.kernels.gemm.device.arguments import MatmulMemory
 from distmega.kernels.gemm.device.kernel import matmul_kernel
 from distmega.kernels.gemm.device.spec import HALF_M, TILE_K, TILE_M, MatmulSpec
-from distmega.kernels.gemm.times.tile_times import Tiles
+from distmega.kernels.gemm.times.tile_times import MOST_PEERS, Tiles
 from distmega.kernels.runtime.gpus import num_sms
 from distmega.kernels.runtime.relaunch import Launcher
 from distmega.program.expr import Expr
@@ -30,6 +31,7 @@ class Peering:
     """What a launch with peers needs beside the operands; see matmul_kernel for each.
 
     home: bf16, this rank's symmetric buffer [2 M, N] if it sends, else for what helpers compute;
+    aways: those of the other ranks, in their order, if partial results are pushed;
     late: number of the first tile that is pushed, if it sends to all.
     """
 
@@ -40,6 +42,7 @@ class Peering:
     arrivals: Tensor
     arrival_rows: int = TILE_M.value
     home: Tensor | None = None
+    aways: Sequence[Tensor] = ()
     counts: Tensor
     late: int = 0
     buffers: Tensor
@@ -113,6 +116,7 @@ def launch_matmul(
         stuck=_unused_words(index) if stuck is None else stuck,
     )
     launcher = _launcher(index, spec, num_programs, tuple(map(_is_aligned, memory)))
+    aways = [_blocks(away, HALF_M.value) for away in with_peers.aways]
     launcher(
         a_blocks,
         own,
@@ -120,6 +124,8 @@ def launch_matmul(
         None if other is None else _blocks(other, spec.columns),
         _blocks(out, HALF_M.value),
         _blocks(home, HALF_M.value),
+        *aways,
+        *[None] * (MOST_PEERS - len(aways)),
         _blocks(home, HALF_M.value, spec.tile_n),
         -(-a.shape[1] // TILE_K.value),
         chunk_rows,

@@ -14,6 +14,8 @@ from distmega.kernels.gemm.times.rates import OverlapRates, Table
 from distmega.kernels.gemm.times.tile_times import (
     GATHERED,
     GROUP,
+    LEAVING_COLUMNS,
+    MOST_PEERS,
     NUM_WORDS,
     PUSHING_RANKS,
     SUMMED,
@@ -23,8 +25,10 @@ from distmega.kernels.gemm.times.tile_times import (
     Tiles,
     band_rows,
     ceil_div,
+    count_tiles,
     gather_us,
     plan_sending,
+    push_us,
     send_us,
     split_last_wave,
     tile_us,
@@ -58,7 +62,8 @@ FEW = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulChoice:
     """How a matmul with its collective runs. If by "tiles", the rest is of the kernel:
-    split, and lag, parts as in plan_sending if it sends.
+    split, and lag, parts as in plan_sending if it sends; pushes: partial results leave from the
+    kernel itself, a tile at a time, not by copy engines.
     """
 
     means: Means
@@ -66,6 +71,7 @@ class MatmulChoice:
     tiles: Tiles | None = None
     lag: int = 0
     parts: int = 1
+    pushes: bool = False
     split: DepthSplit = WHOLE
 
 
@@ -202,6 +208,17 @@ def _kernel_ways(collective: Collective, extents: Extents) -> Iterator[MatmulCho
             lags = (0, 2) if chunk_rows // group > 2 else (0,)
             for lag, parts in product(lags, PARTS):
                 yield MatmulChoice(means="tiles", us=0.0, tiles=tiles, lag=lag, parts=parts)
+            if collective == "reduce_scatter" and can_push(extents, tile_n):
+                yield MatmulChoice(means="tiles", us=0.0, tiles=tiles, pushes=True)
+
+
+def can_push(extents: Extents, tile_n: int) -> bool:
+    """Whether there is an event word for each tile of a rank's rows, a descriptor a peer, and
+    shared memory in which a whole tile waits to leave while the next one is computed.
+    """
+    num_tiles = count_tiles(extents, tile_n) // extents.num_ranks
+    fits = num_tiles < NUM_WORDS and extents.num_ranks <= 1 + MOST_PEERS
+    return fits and tile_n <= LEAVING_COLUMNS
 
 
 def tiles_us(
@@ -223,7 +240,8 @@ def tiles_us(
         split=choice.split,
         shares=collective == "all_reduce",
     )
-    return max(send_us(extents, plan, rates) * narrow, least)
+    sent = push_us if choice.pushes else send_us
+    return max(sent(extents, plan, rates) * narrow, least)
 
 
 def _stream_us(extents: Extents, group: int, rates: OverlapRates) -> float:

@@ -16,8 +16,20 @@ TILE_ROWS = 128
 """Of the kernel: elements of K in a slot of the ring, rows of a tile."""
 NUM_WORDS = 2**12
 """Event words for each rank of a team."""
+PUSHED = NUM_WORDS - 1
+"""The word in which kernels of a peer count sums that they have pushed."""
+READY = PUSHED
+"""The same of a rank for itself: the words of the call before are 0 again."""
 PUSHING_RANKS = 2
 """Most ranks of a team whose kernels push sums themselves; to three peers it gained nothing."""
+MOST_PEERS = 3
+"""To so many a kernel pushes partial results: one descriptor each."""
+LEAVING_COLUMNS = 128
+"""Of a tile that wait in shared memory to leave."""
+EARLY, EARLY_PUSHED = 2, 32
+"""Steps along K after which the stores of the tile before are taken to be written: here, or in the
+memory of a peer.
+"""
 SUMMED, GATHERED = 1, 2
 """Tiles of bf16 that a program stores of what it has computed for another: with sums over ranks,
 whose parts are rounded anyway, one; else a second for what rounding leaves.
@@ -239,6 +251,25 @@ def plan_sending(
 def band_rows(chunk_rows: int, most: int) -> int:
     """Rows of tiles in a band of a sending kernel: at most `most`, a divisor of a rank's."""
     return max(n for n in range(1, min(most, chunk_rows) + 1) if chunk_rows % n == 0)
+
+
+def push_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:
+    """A kernel that pushes its tiles of others' rows itself, one by one."""
+    tile_n = plan.tiles.tile_n
+    programs = _Programs(extents, tile_n, plan.num_helpers, plan.split, SUMMED, rates)
+    steps = min(EARLY_PUSHED, ceil_div(extents.depth, SLICE_K))
+    told_us = steps * dict(rates.slice_us)[tile_n] + rates.push_us
+    tile_bytes = 2 * TILE_ROWS * extents.columns / plan.columns
+    in_band = plan.tiles.group * plan.columns
+    here = [0.0] * (plan.num_bands * in_band)
+    link = 0.0
+    for chunk, band in order_turns(plan.num_bands, 0, plan.lag, extents.num_ranks):
+        for position in range(band * in_band, (band + 1) * in_band):
+            end = programs.end_us(partials=None if chunk else here[position])
+            if chunk:
+                link = max(link, end) + tile_bytes / rates.push_bytes_per_us
+                here[position] = max(here[position], link + rates.push_us, end + told_us)
+    return max(programs.free)
 
 
 def send_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:

@@ -27,6 +27,8 @@ def code_of(tile_n: int = 256, **options: object) -> Machine:
     if spec.apart:
         types["other"] = types["b"]
     types |= dict.fromkeys(EXTENTS, "i32")
+    if spec.sends == "push":
+        types |= {f"away{n}": block for n in range(spec.num_ranks - 1)}
     types["memory"] = MatmulMemory(
         arrivals="*i32", counts="*i32", buffers="*i64", words="*i64", stuck="*i32"
     )
@@ -101,10 +103,17 @@ def test_mixing_two_weights():
     ("sends", "num_ranks"),
     [
         ("scatter", 8),
+        ("push", 2),
         ("all", 2),
         *(
             pytest.param(sends, num_ranks, marks=pytest.mark.nightly)
-            for sends, num_ranks in (("scatter", 2), ("scatter", 4), ("all", 4), ("all", 8))
+            for sends, num_ranks in (
+                ("scatter", 2),
+                ("scatter", 4),
+                ("push", 4),
+                ("all", 4),
+                ("all", 8),
+            )
         ),
     ],
 )
@@ -113,7 +122,7 @@ def test_sending(sends, num_ranks):
     check_products(code, 256, num_loops=2)
     assert code.stack_bytes <= (64 if num_ranks == 8 else 0), "addresses of seven peers"
     assert count(code, "ldmatrix") == 2 * 256 // 16, "partial results come through shared memory"
-    if sends == "scatter":
+    if sends != "all":
         assert not count(code, "st.global"), "data leaves by TMA and copy engines alone"
         assert count(code, RELEASE) == 2, "of parts, and of what a program has helped with"
     else:

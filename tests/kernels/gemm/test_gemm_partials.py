@@ -52,13 +52,15 @@ def load(
     return does, slots
 
 
-@pytest.mark.parametrize("sends", ["scatter", "all"])
+@pytest.mark.parametrize("sends", ["scatter", "push", "all"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("helped", [-1, 7])
 def test_sums_begin_in_the_slots_of_other_ranks_and_end_in_the_own_one(sends, num_ranks, helped):
     found = spec.MatmulSpec(tile_n=128, stages=STAGES, num_ranks=num_ranks, sends=sends)
     row, left = 3, 256
     place, _ = order.locate_part.fn(row, left // 128, TileGrid(CHUNK_ROWS, COLUMNS, 0, 2, 3, 2))
+    if sends == "push":
+        place = row * COLUMNS + left // 128
     for rank in range(num_ranks):
         expected = []
         sources = [source for source in range(num_ranks) if source != rank]
@@ -66,7 +68,7 @@ def test_sums_begin_in_the_slots_of_other_ranks_and_end_in_the_own_one(sends, nu
             top = (source * CHUNK_ROWS + row) * 128
             word = source * NUM_WORDS + (helped if source == rank else place)
             expected.append(call.wait(word))
-            expected += [call.clear(word)] * (source == rank)
+            expected += [call.clear(word)] * (source == rank or sends == "push")
             expected += [call.load(top, left), call.load(top + 64, left)]
         does, slots = load(found, rank, row, left, helped)
         assert does.mock_calls == expected
