@@ -258,7 +258,7 @@ def push_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:
     tile_n = plan.tiles.tile_n
     programs = _Programs(extents, tile_n, plan.num_helpers, plan.split, SUMMED, rates)
     steps = min(EARLY_PUSHED, ceil_div(extents.depth, SLICE_K))
-    told_us = steps * dict(rates.slice_us)[tile_n] + rates.push_us
+    known_us = steps * dict(rates.slice_us)[tile_n] + rates.push_us
     tile_bytes = 2 * TILE_ROWS * extents.columns / plan.columns
     in_band = plan.tiles.group * plan.columns
     here = [0.0] * (plan.num_bands * in_band)
@@ -268,7 +268,7 @@ def push_us(extents: Extents, plan: SendPlan, rates: OverlapRates) -> float:
             end = programs.end_us(partials=None if chunk else here[position])
             if chunk:
                 link = max(link, end) + tile_bytes / rates.push_bytes_per_us
-                here[position] = max(here[position], link + rates.push_us, end + told_us)
+                here[position] = max(here[position], link + rates.push_us, end + known_us)
     return max(programs.free)
 
 
