@@ -51,7 +51,8 @@ class Launcher:
 
     def prepare(self, *arguments: object) -> None:
         """Compiles and loads in a thread of its own what launches of such arguments need; nothing
-        runs. The first launch waits for it.
+        runs. The first launch waits for it, and so does the end of the process, since a thread that
+        Python cuts off in a compiler's C++ would abort it.
         """
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -65,7 +66,7 @@ class Launcher:
             compiled = self._kernel.warmup(*arguments, grid=(self._num_programs,), **given)
             compiled.run  # noqa: B018  compiles its launcher and loads it
 
-        self._preparing = Thread(target=compile_kernel, daemon=True)
+        self._preparing = Thread(target=compile_kernel)
         self._preparing.start()
 
     def await_prepared(self) -> None:
@@ -110,7 +111,7 @@ def make_launcher_beside(
         except Exception as error:  # who compiles meets it again, and reports it
             _log.debug("no launcher beside its kernel: %s", error)
 
-    thread = Thread(target=make, name="launcher", daemon=True)
+    thread = Thread(target=make, name="launcher")
     thread.start()
     return thread
 

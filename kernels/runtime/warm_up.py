@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def begin(device: torch.device, keep: Keep) -> None:
-    """Starts the threads, once for a GPU."""
+    """Starts the threads, once for a GPU. A process that ends waits for them."""
     index = torch.cuda.current_device() if device.index is None else device.index
     if index in _begun:
         return
@@ -47,7 +47,7 @@ def finish() -> None:
 
 
 def _start(index: int, work: Callable[[], None]) -> Thread:
-    thread = Thread(target=_run, args=(index, work), name="warm-up", daemon=True)
+    thread = Thread(target=_run, args=(index, work), name="warm-up")
     thread.start()
     return thread
 
