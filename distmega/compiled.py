@@ -73,11 +73,11 @@ from distmega.kernels.runtime.gpus import facts_of
 from distmega.kernels.ugraphs.geometry import pays
 from distmega.kernels.whole import WholePlan, fold_whole, open_whole, plan_whole, unfold_whole
 from distmega.program import types as program
-from distmega.program.kinds import kind_of
+from distmega.program.kinds import FUSED_GRAPH, kind_of
 from distmega.program.ops.lookups import bounded_inputs, require_ids
 from distmega.sharding.localize import LocalProgram, localize, pair_for_library
 from distmega.sharding.planner import Plan
-from distmega.superopt.rewrite import FUSED_GRAPH, explain_op, rules_of_ops
+from distmega.superopt.rewrite import explain_op, rules_of_ops
 from distmega.superopt.rules import RewriteRule, shipped_rules
 from distmega.trace_file import Span
 
@@ -345,7 +345,7 @@ class CompiledProgram(OwnProcess):
             kernels[self.host.segments[0].name] = self._kernel.with_copied(self._copied_states)
         ops = None
         if on_gpu or self._rules:
-            ops = KernelOps(masked=on_gpu, rules=self._rules, device=self.device)
+            ops = KernelOps(masked=on_gpu, rules=lambda: self._rules, device=self.device)
         matmuls = PeerMatmuls(self.comm) if isinstance(self.comm, NcclCommunicator) else None
         return Evaluator(self.host, self.comm, kernels, str(self.device), ops=ops, matmuls=matmuls)
 

@@ -19,7 +19,8 @@ from distmega.kernels.isa.encoding import Encoded
 from distmega.kernels.runtime.arena import PEER_BUFFERS, ArenaLayout, SegmentLayout, layout_segment
 from distmega.kernels.tasks.check.schedule import check_schedule
 from distmega.kernels.tasks.expand import expand_segment, team_size
-from distmega.kernels.tasks.graph import Mode, build_task_graph
+from distmega.kernels.tasks.graph import build_task_graph
+from distmega.kernels.tasks.mode import Mode
 from distmega.kernels.tasks.schedule import schedule_graph
 from distmega.kernels.tasks.tile import tile_segment
 from distmega.kernels.tasks.types import Schedule

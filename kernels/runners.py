@@ -23,7 +23,7 @@ from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
 from distmega.kernels.runtime.stepping import StepKernelRunner
 from distmega.kernels.runtime.symmetric import Team
-from distmega.kernels.tasks.graph import Mode
+from distmega.kernels.tasks.mode import Mode
 from distmega.program.types import Program
 
 Queues = RowQueues | BatchQueues

@@ -26,7 +26,6 @@ from distmega.kernels.library.sum_parts import choose_sum_parts
 from distmega.kernels.machines import CPU
 from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena, tensor_space
 from distmega.kernels.tasks.cost import segment_us
-from distmega.kernels.ugraphs.geometry import pays
 from distmega.models.decoder import PEAKS, AnyDecoder, Logits, build_decoder, layer_starts
 from distmega.models.sampling import GREEDY, Method
 from distmega.models.weights.kv_copies import copy_kv_heads, most_copies
@@ -46,7 +45,7 @@ from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.search.cost import H200_DEVICE, Machine
 from distmega.sharding.search.predict import predict_us
 from distmega.sharding.stages import AXIS, Stage, cut_positions, split_stages
-from distmega.superopt.rules import RewriteRule, shipped_rules
+from distmega.superopt import late as superopt_late
 
 MICRO_BATCHES = 4
 """Parts in which a pipeline prefills a prompt unless asked otherwise."""
@@ -121,9 +120,9 @@ class StagePlan:
         return f"{self.plan.fingerprint()} {self.mesh} {self.stage.transfers}"
 
     @property
-    def rules(self) -> tuple[RewriteRule, ...]:
+    def rules(self) -> "tuple[superopt_late.RewriteRule, ...]":
         """By which ops are replaced: the shipped ones on GPUs, none on CPUs."""
-        return () if self.plan.machine == CPU else shipped_rules()
+        return () if self.plan.machine == CPU else superopt_late.shipped_rules()
 
     def lower(
         self,
@@ -149,7 +148,7 @@ class StagePlan:
             rules=self.rules,
             kept=kept,
             cost=lambda program: segment_us(program, H200_DEVICE),
-            is_usable=pays,
+            is_usable=kernels_late.pays,
             sum_parts=sum_parts,
         )
 

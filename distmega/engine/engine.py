@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from distmega.arguments import MAX_NUMBER, is_list, require_switch, require_whole, shown
+from distmega.engine import late
 from distmega.engine.calls import Calls, Tokens, prompt_tokens, require_tokens
 from distmega.engine.decode_plan import (
     DecodePlan,
@@ -50,7 +51,6 @@ from distmega.errors import (
 from distmega.hostir.comm.communicator import Communicator, require_communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.lower.pipeline import FREE
-from distmega.kernels.cpu.peer import peer_memory_problem
 from distmega.kernels.machines import CPU, H200
 from distmega.kernels.runtime import warm_up
 from distmega.kernels.runtime.gpus import facts_of
@@ -181,7 +181,7 @@ class Engine(OwnProcess):
 
     def _share_memory(self, stage: DeviceMesh, options: EngineOptions, node: str) -> bool:
         """share_memory of this rank's stage; all ranks of the mesh ask together."""
-        problem = "" if self.device.type == "cuda" else peer_memory_problem()
+        problem = "" if self.device.type == "cuda" else late.peer_memory_problem()
         found = self.comm.all_gather_object((node, problem))
         mates = dict(zip(self.mesh.ranks, found, strict=True))
         return share_memory([mates[rank] for rank in stage.ranks], options)

@@ -6,8 +6,9 @@ from distmega.lazy import late_imports
 
 if TYPE_CHECKING:
     from distmega.engine.cpu_kernels import open_kernels
+    from distmega.kernels.cpu.peer import peer_memory_problem
     from distmega.kernels.cpu.runner import CpuMegakernel
 
-__all__ = ["CpuMegakernel", "open_kernels"]
+__all__ = ["CpuMegakernel", "open_kernels", "peer_memory_problem"]
 
 __getattr__ = late_imports(__name__)

@@ -19,14 +19,14 @@ from distmega.engine.kept_plans import KeptPlans
 from distmega.engine.library_steps import LibrarySteps
 from distmega.engine.ranks.agreement import on_all_ranks
 from distmega.errors import LaunchError, UnsupportedError
-from distmega.hostir.check.check import prove_once
+from distmega.hostir import late as host_late
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.lower.join_products import first_covered
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
-from distmega.kernels.gemm.host import PeerMatmuls
+from distmega.kernels import late as kernels_late
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.runners import (
     Queues,
@@ -176,12 +176,14 @@ class Opener:
         if self.device.type == "cuda":
             ops = KernelOps(
                 masked=masked,
-                rules=self.plan.staged.rules,
+                rules=lambda: self.plan.staged.rules,
                 groups=self.plan.options.expert_tiles,
                 device=self.device,
                 is_long=is_long,
             )
-        matmuls = PeerMatmuls(self.comm) if isinstance(self.comm, NcclCommunicator) else None
+        matmuls = None
+        if isinstance(self.comm, NcclCommunicator):
+            matmuls = kernels_late.PeerMatmuls(self.comm)
         return Evaluator(host, self.comm, kernels, str(self.device), ops=ops, matmuls=matmuls)
 
     def _prove(self, host: HostProgram) -> None:
@@ -189,10 +191,10 @@ class Opener:
         proven together, so all ranks of the mesh ask together.
         """
         if self.plan.staged.stage.num_stages == 1:
-            prove_once(host)
+            host_late.prove_once(host)
             return
         texts = self.comm.all_gather_object(print_host(host))
-        prove_once(tuple(map(parse_host, texts)))
+        host_late.prove_once(tuple(map(parse_host, texts)))
 
     def open_kernel(self) -> SteppingRunner | None:
         """The decode kernel; None where a stage's host program communicates between segments.

@@ -34,7 +34,7 @@ from distmega.engine.packing import (
     row_lengths,
 )
 from distmega.errors import RankFailure, UnsupportedError
-from distmega.hostir.check.check import prove_once
+from distmega.hostir import late as host_late
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.passes.resize import resize_inputs
@@ -271,7 +271,7 @@ class Prefills:
         )
         host = replace(host, symmetric_buffers=tuple(symmetric_buffers))
         if self._decode_plan.staged.stage.num_stages == 1:
-            prove_once(host)
+            host_late.prove_once(host)
         return host
 
     def _capture(self, program: _Program, tensors: Tensors) -> CapturedHost | None:

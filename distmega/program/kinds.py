@@ -13,6 +13,9 @@ from typing import Any, Literal, Protocol
 
 from distmega.errors import ProgramError
 
+FUSED_GRAPH = "fused_graph"
+"""Kind of an op that a rewrite rule does: it reads the inputs of a graph, and names the rule."""
+
 
 class StatedOp(Protocol):
     """What a definition may look at; types.Op is one."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from distmega.errors import ProgramError, VerifyError
 from distmega.program.dtypes import item_bytes
+from distmega.program.kinds import FUSED_GRAPH
 from distmega.program.types import (
     Access,
     Axis,
@@ -87,10 +88,6 @@ def _in_order(op: BlockOp, values: Mapping[str, tuple[str, Dims]]) -> tuple[str,
         return min(map(op.axes.index, own), default=-1)
 
     return tuple(sorted(op.args, key=first))
-
-
-FUSED_GRAPH = "fused_graph"
-"""Kind of an op that a rule's graph does: reads its inputs, writes its outputs, names the rule."""
 
 
 def graph_op(

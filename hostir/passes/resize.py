@@ -25,8 +25,8 @@ from distmega.hostir.lower.matmul_nodes import (
     largest_symmetric_buffers,
     needed_symmetric_buffers,
 )
+from distmega.program.kinds import FUSED_GRAPH
 from distmega.program.types import Access, Attr, Index, Op, Program, accesses
-from distmega.superopt.rewrite import FUSED_GRAPH
 
 Shape = tuple[int, ...]
 

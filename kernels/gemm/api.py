@@ -32,7 +32,6 @@ from distmega.kernels.gemm.times.matmul_ways import (
     tiles_choice,
 )
 from distmega.kernels.gemm.times.ways import rates_of
-from distmega.kernels.gemm.workspace import Workspace, workspace_of
 from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
 from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.kernels.runtime.compilations import has_triton
@@ -109,7 +108,7 @@ def all_gather_matmul(
     *,
     replicated: bool = False,
     overlap: bool | None = None,
-    workspace: Workspace | None = None,
+    workspace: "late.Workspace | None" = None,
     mixes: str | Expr | None = None,
     is_final: bool = False,
 ) -> Tensor:
@@ -153,7 +152,7 @@ def matmul_reduce_scatter(
     axis: str = "tp",
     *,
     overlap: bool | None = None,
-    workspace: Workspace | None = None,
+    workspace: "late.Workspace | None" = None,
 ) -> Tensor:
     """This rank's rows [M / ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K] are each
     rank's own. overlap, workspace, ProgramError: as all_gather_matmul.
@@ -190,7 +189,7 @@ def matmul_all_reduce(
     *,
     overlap: bool | None = None,
     borrow: bool = False,
-    workspace: Workspace | None = None,
+    workspace: "late.Workspace | None" = None,
 ) -> Tensor:
     """The sum over ranks of A B^T, [M, N]; a [M, K], b [N, K] are each rank's own.
 
@@ -230,7 +229,7 @@ def matmul_sum_norm(
     *,
     kind: Literal["rms", "layer"],
     eps: float,
-    workspace: Workspace | None = None,
+    workspace: "late.Workspace | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """The norm of residual + the sum over ranks of A B^T, times weight and plus bias, and that
     total, both [M, N]; a [M, K], b [N, K] are each rank's own, residual [M, N], weight and bias [N]
@@ -333,8 +332,8 @@ def _on_hopper(x: Tensor) -> bool:
 
 
 def _workspace(
-    given: Workspace | None, comm: Communicator, axis: str, symmetric_bytes: int
-) -> Workspace:
+    given: "late.Workspace | None", comm: Communicator, axis: str, symmetric_bytes: int
+) -> "late.Workspace":
     """The given one, or the team's with such symmetric buffers."""
     assert isinstance(comm, NcclCommunicator)
-    return given or workspace_of(comm, axis, symmetric_bytes)
+    return given or late.workspace_of(comm, axis, symmetric_bytes)

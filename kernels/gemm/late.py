@@ -8,7 +8,8 @@ from distmega.lazy import late_imports
 if TYPE_CHECKING:
     from distmega.kernels.gemm import overlap, peer_collectives
     from distmega.kernels.gemm.device import start
+    from distmega.kernels.gemm.workspace import Workspace, workspace_of
 
-__all__ = ["overlap", "peer_collectives", "start"]
+__all__ = ["Workspace", "overlap", "peer_collectives", "start", "workspace_of"]
 
 __getattr__ = late_imports(__name__)

@@ -10,8 +10,8 @@ Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluato
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -51,12 +51,10 @@ from distmega.kernels.library.limits import (
 from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
 from distmega.kernels.pipelined.pointwise.exprs import MAX_INPUTS
 from distmega.kernels.runtime.compilations import has_triton
-from distmega.kernels.ugraphs.ops import compile_graph
 from distmega.program.expr import Expr
-from distmega.program.kinds import kind_of
+from distmega.program.kinds import FUSED_GRAPH, kind_of
 from distmega.program.types import Op, Tensor, grouped_index
-from distmega.superopt.rewrite import FUSED_GRAPH
-from distmega.superopt.rules import RewriteRule
+from distmega.superopt import late as superopt_late
 
 Groups = Literal["torch", "auto", "static", "drained"]
 """Products of groups of rows: by torch, or by grouped_products.py with that schedule."""
@@ -69,21 +67,26 @@ class KernelOps:
         self,
         *,
         masked: bool = False,
-        rules: Sequence[RewriteRule] = (),
+        rules: "Callable[[], Sequence[superopt_late.RewriteRule]]" = tuple,
         groups: Groups = "auto",
         device: torch.device | None = None,
         is_long: bool | None = None,
     ) -> None:
         """masked: attention reads whole caches under a mask, so that the host need not wait for
-        positions and a graph can hold it; otherwise no more of a cache than is in use. rules: those
-        by which programs were lowered. groups: how products of groups of rows are done. device:
-        that of the ops, a GPU that all kernels run on unless told. is_long: of packed sequences, as
-        attend_packed.
+        positions and a graph can hold it; otherwise no more of a cache than is in use. rules: gives
+        those by which programs were lowered, when an op of one comes. groups: how products of
+        groups of rows are done. device: that of the ops, a GPU that all kernels run on unless told.
+        is_long: of packed sequences, as attend_packed.
         """
         self.is_long = is_long
         self.masked, self.groups = masked, groups
         self._has_tiles = has_triton() and (device is None or has_tiles(device))
-        self.rules = {rule.name: rule for rule in rules}
+        self._read_rules = rules
+
+    @cached_property
+    def rules(self) -> "Mapping[str, superopt_late.RewriteRule]":
+        """By name."""
+        return {rule.name: rule for rule in self._read_rules()}
 
     def reads_host(self, op: Op, tensors: Mapping[str, Tensor] = NO_TENSORS) -> str:
         """As library.reads_host; of tensors that are not known, as if the kernels took them."""
@@ -124,7 +127,7 @@ class KernelOps:
     def by_kernel(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction | None:
         """As compile, of an op that kernels of this package do; None for the others."""
         if op.kind == FUSED_GRAPH:
-            return compile_graph(op, self.rules)
+            return late.compile_graph(op, self.rules)
         if grouped_index(op) is not None:
             return self._groups_by_kernel(op, coordinate)
         if op.kind in ("attention", "attend"):

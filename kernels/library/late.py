@@ -1,4 +1,6 @@
-"""Kernels of this room, which need Triton: imported when they are used. See distmega/lazy.py."""
+"""Kernels of this room, which need Triton, and those of rewrite rules: imported when they are used.
+See distmega/lazy.py.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from distmega.kernels.library.short_attention import compile_attend
     from distmega.kernels.library.tiled_products import compile_product
     from distmega.kernels.library.weighted_rows import add_weighted_rows
+    from distmega.kernels.ugraphs.ops import compile_graph
 
 __all__ = [
     "add_weighted_rows",
@@ -22,6 +25,7 @@ __all__ = [
     "attend_packed",
     "compile_argmax",
     "compile_attend",
+    "compile_graph",
     "compile_product",
     "grouped_linear",
     "move_heads",

@@ -12,16 +12,15 @@ The consumer tasks that need the same producer tasks share one event, whichever 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from distmega.errors import VerifyError
 from distmega.kernels.tasks.footprints import Bools, Footprints
+from distmega.kernels.tasks.mode import Mode
 from distmega.kernels.tasks.types import TaskEvents, TaskGraph, TaskGroup
 from distmega.program.types import Program
 
-Mode = Literal["overlap", "op"]
 TaskSet = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]
 """Footprint ids (of the earlier group, of the later group) that conflict on some tensor."""

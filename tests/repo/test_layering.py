@@ -283,11 +283,13 @@ def loaded_with(*names: str) -> set[str]:
 
 
 NOT_AT_START = (
-    "distmega.hostir.lower.lower", "distmega.hostir.passes.passes", "distmega.kernels.cpu.runner",
-    "distmega.kernels.hopper.batch_plan.queues", "distmega.kernels.hopper.row_plan",
-    "distmega.kernels.isa", "distmega.kernels.megakernel", "distmega.kernels.records",
-    "distmega.models.gguf", "distmega.sharding.explain",
-    "distmega.superopt.search.schedule",
+    "distmega.hostir.check", "distmega.hostir.lower.lower", "distmega.hostir.passes.passes",
+    "distmega.kernels.cpu.peer", "distmega.kernels.cpu.runner", "distmega.kernels.gemm.host",
+    "distmega.kernels.gemm.workspace", "distmega.kernels.hopper.batch_plan.queues",
+    "distmega.kernels.hopper.row_plan", "distmega.kernels.isa", "distmega.kernels.megakernel",
+    "distmega.kernels.records", "distmega.kernels.tasks.graph", "distmega.kernels.ugraphs",
+    "distmega.models.gguf", "distmega.sharding.explain", "distmega.superopt.graph",
+    "distmega.superopt.matching", "distmega.superopt.proof", "distmega.superopt.rules",
 )  # fmt: skip
 """What a rank that is to generate loads when it is asked for, if at all: a GPU whose plans are kept
 answers without.

@@ -8,6 +8,7 @@ import torch
 from distmega.errors import VerifyError
 from distmega.kernels.machines import H200
 from distmega.program.builder import ProgramBuilder
+from distmega.program.kinds import FUSED_GRAPH
 from distmega.program.types import Program
 from distmega.superopt.chains import joined_program
 from distmega.superopt.graph.text import parse_graph, print_graph
@@ -16,7 +17,7 @@ from distmega.superopt.optimize import Optimizer
 from distmega.superopt.programs import read_case
 from distmega.superopt.proof.equivalence import prove
 from distmega.superopt.resize import confirmed_rule, resized_rule
-from distmega.superopt.rewrite import FUSED_GRAPH, apply_rules, fuse_graphs, graph_program
+from distmega.superopt.rewrite import apply_rules, fuse_graphs, graph_program
 from distmega.superopt.rules import RewriteRule, shipped_rules
 from distmega.superopt.search.schedule import SearchLimits
 from tests.superopt import programs

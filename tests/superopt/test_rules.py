@@ -21,13 +21,14 @@ from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import CPU, H200
 from distmega.kernels.megakernel import compile_megakernel
 from distmega.program.builder import ProgramBuilder
+from distmega.program.kinds import FUSED_GRAPH
 from distmega.program.text import parse_program, print_program
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.optimize import Optimizer, divided_rule
-from distmega.superopt.rewrite import FUSED_GRAPH, apply_rules, graph_op, graph_program
+from distmega.superopt.rewrite import apply_rules, graph_op, graph_program
 from distmega.superopt.rules import RewriteRule, read_rules, shipped_rules, write_rules
 from distmega.superopt.search.schedule import SearchLimits
 from tests.hostir.programs import local
@@ -191,9 +192,9 @@ def test_host_programs_run_rules_graphs_as_ops(norm_rules: list[RewriteRule]):
     assert [op.writes[0].tensor for op in graphs] == ["linear_1", "linear_8"]
     assert "fused_norm shared" in {f"{op.kind} {op.name}" for op in ops}
     inputs = inputs_of(program)
-    found = Evaluator(host, SingleCommunicator(host.mesh), {}, ops=KernelOps(rules=norm_rules)).run(
-        inputs
-    )
+    found = Evaluator(
+        host, SingleCommunicator(host.mesh), {}, ops=KernelOps(rules=lambda: norm_rules)
+    ).run(inputs)
     for name, wanted in zip(program.outputs, run(program, inputs), strict=True):
         torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-4)
     with pytest.raises(ProgramError, match=f"rule '{best.name}'; expected one of none"):

@@ -49,7 +49,7 @@ from distmega.models.config import ModelConfig
 from distmega.models.decoder import AnyDecoder
 from distmega.models.weights.tensors import weight_specs
 from distmega.program.dtypes import item_bytes
-from distmega.program.kinds import kind_of
+from distmega.program.kinds import FUSED_GRAPH, kind_of
 from distmega.program.text import print_program
 from distmega.program.types import Program, Tensor
 from distmega.sharding.explain import layer_pattern
@@ -59,7 +59,7 @@ from distmega.sharding.plan import PlanFacts
 from distmega.sharding.resolve.resolve import PlacedOp
 from distmega.sharding.search.cost import Machine
 from distmega.sharding.search.whatif import WhatIf
-from distmega.superopt.rewrite import FUSED_GRAPH, explain_op, rules_of_ops
+from distmega.superopt.rewrite import explain_op, rules_of_ops
 
 GPU_BYTES = 10**9
 """Of weights in bf16: a built-in model that has more is planned for GPUs unless asked otherwise."""

@@ -20,7 +20,7 @@ from distmega.kernels.hopper.plan.words import (
     RowBarrier,
 )
 from distmega.kernels.tasks.fuse import FusedSample
-from distmega.kernels.tasks.graph import Mode
+from distmega.kernels.tasks.mode import Mode
 from distmega.program.expr import Expr
 
 HEAD_DIMS = range(8, 257, 8)

@@ -37,7 +37,7 @@ from distmega.kernels.tasks.fuse import (
     FusedRowAttention,
     Shown,
 )
-from distmega.kernels.tasks.graph import Mode
+from distmega.kernels.tasks.mode import Mode
 from distmega.program.types import Program
 
 POLLED_WORDS = 2

@@ -67,7 +67,7 @@ from distmega.kernels.tasks.fuse import (
     first_that_fits,
     shown_by_views,
 )
-from distmega.kernels.tasks.graph import Mode
+from distmega.kernels.tasks.mode import Mode
 from distmega.program.types import Program
 
 MAX_COPIES = 2

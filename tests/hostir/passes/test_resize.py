@@ -20,9 +20,9 @@ from distmega.hostir.passes.resize import resize_inputs
 from distmega.kernels.machines import CPU, H200
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import GREEDY, Method
+from distmega.program.kinds import FUSED_GRAPH
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.search.cost import Machine
-from distmega.superopt.rewrite import FUSED_GRAPH
 
 BY_ROWS = ("tokens", "positions", "sequences")
 

@@ -26,10 +26,10 @@ from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import H200
 from distmega.kernels.ugraphs.ops import compile_graph
 from distmega.models.sampling import Sampling
+from distmega.program.kinds import FUSED_GRAPH
 from distmega.program.ops.lookups import embedding_values
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.load import open_model
-from distmega.superopt.rewrite import FUSED_GRAPH
 from distmega.superopt.rules import shipped_rules
 
 META = torch.device("meta")

@@ -39,7 +39,7 @@ class Watched(KernelOps):
     """Notes what is done by kernels: the op's kind and extents, and what its operands are like."""
 
     def __init__(self) -> None:
-        super().__init__(rules=shipped_rules())
+        super().__init__(rules=shipped_rules)
         self.seen: list[tuple[object, ...]] = []
 
     def by_kernel(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction | None:

@@ -22,7 +22,7 @@ from distmega.kernels.hopper.plan.words import TILE_BYTES
 from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import Space, layout_arena
-from distmega.kernels.tasks.graph import Mode
+from distmega.kernels.tasks.mode import Mode
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import GREEDY, Method
 from distmega.sharding.layout.mesh import DeviceMesh

@@ -25,7 +25,7 @@ from distmega.kernels.hopper.plan.words import (
 )
 from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.runtime.arena import Space, layout_arena
-from distmega.kernels.tasks.graph import Mode
+from distmega.kernels.tasks.mode import Mode
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import build_decoder
 from distmega.models.presets import PRESETS
