@@ -345,7 +345,8 @@ class CompiledProgram(OwnProcess):
             kernels[self.host.segments[0].name] = self._kernel.with_copied(self._copied_states)
         ops = None
         if on_gpu or self._rules:
-            ops = KernelOps(masked=on_gpu, rules=lambda: self._rules, device=self.device)
+            rules = self._rules  # of `self` it would make a circle that keeps all weights
+            ops = KernelOps(masked=on_gpu, rules=lambda: rules, device=self.device)
         matmuls = PeerMatmuls(self.comm) if isinstance(self.comm, NcclCommunicator) else None
         return Evaluator(self.host, self.comm, kernels, str(self.device), ops=ops, matmuls=matmuls)
 

@@ -99,8 +99,9 @@ def require_tokens(ids: object, vocab: int) -> list[int]:
 def prompt_tokens(ids: object, vocab: int) -> Tokens:
     """As require_tokens, of many: NumPy reads a list in a third of the time."""
     found = None
-    if isinstance(ids, list | tuple | np.ndarray):
-        with suppress(ValueError):  # lists of unequal lengths
+    if isinstance(ids, list | tuple) or type(ids) is np.ndarray:
+        # lists of unequal lengths; tensors of a GPU in a list
+        with suppress(ValueError, TypeError, RuntimeError):
             found = np.asarray(ids)
     if (
         found is None
@@ -110,4 +111,4 @@ def prompt_tokens(ids: object, vocab: int) -> Tokens:
         or not 0 <= found.min() <= found.max() < vocab
     ):
         found = np.array(require_tokens(ids, vocab))
-    return found.astype(np.int64, copy=False)
+    return np.ascontiguousarray(found, dtype=np.int64)

@@ -3,11 +3,13 @@ what a compiled program is made with, and where it is called.
 """
 
 import copy
+import gc
 import pickle
 import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +24,7 @@ from distmega.errors import MeshError, ProgramError, RequestError, UnsupportedEr
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.load import open_model
+from distmega.superopt.rules import shipped_rules
 from distmega.torch_import import capture
 
 PROMPT, OTHER = [5, 6, 7], [9, 8]
@@ -190,6 +193,22 @@ def test_nothing_that_runs_is_copied_or_pickled(copied: Callable[[object], objec
         with pytest.raises(UnsupportedError, match=f"of a {type(made).__name__}; .*{remedy}"):
             copied(made)
     assert pickle.loads(pickle.dumps(step.plan)) == step.plan
+
+
+@pytest.mark.parametrize("rules", [None, shipped_rules()], ids=["no rules", "rules"])
+def test_a_compiled_program_goes_with_its_last_reference(rules):
+    """And its weights with it, which fill a GPU: in no circle that waits for the collector."""
+    plan = compile_sum().plan
+    gc.collect()
+    gc.disable()
+    try:
+        step = CompiledProgram(plan, SingleCommunicator(plan.mesh), rules=rules)
+        step({"total": torch.zeros(4), "x": torch.ones(4)})
+        known = weakref.ref(step)
+        del step
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 def test_what_is_no_communicator_is_refused():

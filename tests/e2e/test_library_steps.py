@@ -65,7 +65,8 @@ def opened() -> tuple[Evaluator, dict[str, Tensor]]:
             first = first_covered(buffer.name, plan.weights.tensors)
             given[buffer.name] = spanning_view(plan.weights, weights, buffer, first)
     comm = SingleCommunicator(host.mesh)
-    return Evaluator(host, comm, {}, ops=KernelOps(masked=True, rules=plan.staged.rules)), given
+    ops = KernelOps(masked=True, rules=lambda: plan.staged.rules)
+    return Evaluator(host, comm, {}, ops=ops), given
 
 
 def test_steps_feed_themselves_and_rows_that_do_not_count_stay():

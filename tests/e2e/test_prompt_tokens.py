@@ -10,6 +10,22 @@ from distmega.errors import RequestError
 VOCAB = 300
 
 
+class OnGpu:
+    """A whole number as a tensor of a GPU is one: NumPy can't read it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"OnGpu({self.value})"
+
+    def __index__(self) -> int:
+        return self.value
+
+    def __array__(self, *arguments: object, **options: object) -> None:
+        raise TypeError("can't convert a tensor of a GPU to numpy")
+
+
 @pytest.mark.parametrize(
     "ids",
     [
@@ -23,12 +39,16 @@ VOCAB = 300
         [np.int32(3), 4],
         [True, 2],
         [torch.tensor(5), 6],
+        [OnGpu(3), OnGpu(4)],
+        np.arange(5)[::-1],
+        np.arange(8)[::2],
     ],
     ids=str,
 )
 def test_what_is_a_token_at_a_time_is_one_in_many(ids):
     found = prompt_tokens(ids, VOCAB)
     assert found.dtype == np.int64
+    assert found.flags["C_CONTIGUOUS"], "torch takes no negative strides"
     assert found.tolist() == require_tokens(ids, VOCAB)
 
 
@@ -52,6 +72,8 @@ def test_what_is_a_token_at_a_time_is_one_in_many(ids):
         {1: 2},
         None,
         7,
+        np.ma.masked_array([1, 2], mask=[0, 1]),
+        [torch.empty((), device="meta")],
     ],
     ids=str,
 )
