@@ -13,7 +13,9 @@ into again; what stays as it is is held until the end of the next call, which no
 before it has what was copied to it. That a call may follow, two later, is known all the same. Its
 peers have told it in the call between that they are through with the one before, so all copies to
 them are; and that its own words are 0 again is told by the first word of the call between, READY,
-which that call's kernel waits for.
+which that call's kernel waits for. No peer goes on to the next call before this rank's words of it
+are there: those of copies follow the words that went back to 0, on one stream, and a kernel that
+pushes, whose words do not, waits for READY before the first.
 Next: overlap.py.
 """
 
@@ -200,8 +202,8 @@ class Workspace:
 
     @property
     def arrivals(self) -> Tensor:
-        """This call's words that peers' copy engines write, int32 [num_ranks, NUM_WORDS]; those of
-        this rank are left to its kernel, which sets them to 0 again.
+        """This call's words that peers write, int32 [num_ranks, NUM_WORDS]; those of this rank are
+        left to its kernel, which sets them to 0 again, but for READY.
         """
         return self._arrivals[self.turn]
 

@@ -14,13 +14,14 @@ class MatmulMemory(NamedTuple):
     """Words of one GPU. All are 0 when a call begins.
 
     arrivals: int32 [num_ranks, WORDS], a word for so many rows of A of each rank, or for a part of
-    its partial results: that rank's copy engine writes 1. A rank's words for itself are for tiles
-    that programs help with, which write and clear them.
+    its partial results: that rank's copy engine writes 1; or for a tile of these, which that rank's
+    kernel pushes. A rank's words for itself are for tiles that programs help with, which write and
+    clear them, and READY.
     counts: int32, a word for each part of results, which the kernel counts up and this rank's copy
     engines wait for.
     buffers: int64 [num_ranks], addresses of each rank's symmetric buffer; written by nobody.
-    words: int64 [num_ranks], addresses, on each rank, of its count of tiles that this rank has
-    pushed to it; written by nobody.
+    words: int64 [num_ranks], addresses, on each rank, of its word PUSHED of this rank, behind those
+    of tiles; written by nobody.
     stuck: int32 [1], which a wait of a debug build writes when it gives up, see wait_event.
     """
 

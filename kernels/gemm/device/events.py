@@ -1,9 +1,10 @@
 """Events between copy engines and a kernel: int32 words in local memory.
 
-An arrival word has one writer, a copy engine of one peer, and becomes 1 when its data lies there. A
-count, on which this GPU's copy engines wait, is of tiles stored. Streams set both to 0 after the
-call. Words of a rank for itself are of its programs, for slices of a tile that another program has
-computed; who has waited for one sets it to 0. The kernel releases and acquires at scope sys.
+An arrival word has one writer, a copy engine of one peer or its kernel, and becomes 1 when its data
+lies there. A count, on which this GPU's copy engines wait, is of tiles stored. Streams set both to
+0 after the call. Words that a peer's kernel has pushed, and words of a rank for itself, which are
+of its programs, for slices of a tile that another program has computed, are set to 0 by who has
+waited for them. The kernel releases and acquires at scope sys.
 Next: kernel.py.
 """
 

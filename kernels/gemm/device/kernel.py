@@ -283,6 +283,8 @@ def count_tiles(k_tiles, grid, helpers, memory, sends, boxes, spec: gl.constexpr
     rank = grid.rank
     num_tiles = grid.chunk_rows * grid.columns * spec.num_ranks
     tiles_done = 0
+    if spec.sends == "push":  # peers go on by these words alone, and write those of the call before
+        wait_event(memory.arrivals, rank * WORDS + READY, memory.stuck, spec.debug)
     for item in range(gl.program_id(0), end_work(num_tiles, helpers, spec), gl.num_programs(0)):
         number, first, _, word = locate_work(item, num_tiles, k_tiles, helpers, spec)
         chunk, row, column = locate_tile(number, grid, spec)

@@ -49,6 +49,8 @@ STREAMING = 1.1
 """How much longer than the library's the kernel takes where reading operands is all that counts."""
 MIN_PREDICTED_SPEEDUP = 1.02
 """By how much the kernel must be expected to win: it is predicted a little too well."""
+PUSHING = 1.1
+"""How much longer than predicted a kernel took, at most, that pushes partial results."""
 NARROW = 1.01
 """How much longer the kernel takes in bands of fewer rows of tiles than GROUP."""
 PARTS = (1, 2, 4)
@@ -240,8 +242,8 @@ def tiles_us(
         split=choice.split,
         shares=collective == "all_reduce",
     )
-    sent = push_us if choice.pushes else send_us
-    return max(sent(extents, plan, rates) * narrow, least)
+    sent_us = push_us(extents, plan, rates) * PUSHING if choice.pushes else 0.0
+    return max((sent_us or send_us(extents, plan, rates)) * narrow, least)
 
 
 def _stream_us(extents: Extents, group: int, rates: OverlapRates) -> float:

@@ -23,7 +23,7 @@ from distmega.sharding.search.cost import Machine
 from distmega.whole_file import replace_text
 
 FOLDER = cache_folder()
-VERSION = 4
+VERSION = 5
 """Of the file's form."""
 REMEDY = "run: distmega doctor --calibrate (or remove the file to use built-in rates)"
 

@@ -118,10 +118,13 @@ def test_mixing_two_weights():
     ],
 )
 def test_sending(sends, num_ranks):
-    code = code_of(num_ranks=num_ranks, sends=sends)
-    check_products(code, 256, num_loops=2)
+    tile_n = 128 if sends == "push" else 256
+    code = code_of(tile_n, num_ranks=num_ranks, sends=sends)
+    check_products(code, tile_n, num_loops=2)
     assert code.stack_bytes <= (64 if num_ranks == 8 else 0), "addresses of seven peers"
-    assert count(code, "ldmatrix") == 2 * 256 // 16, "partial results come through shared memory"
+    assert count(code, "ldmatrix") == 2 * tile_n // 16, "partial results come through shared memory"
+    waits = 3 if sends == "push" else 2  # the first word that is pushed is behind one
+    assert count(code, ".sys.acquire.") == 2 * waits
     if sends != "all":
         assert not count(code, "st.global"), "data leaves by TMA and copy engines alone"
         assert count(code, RELEASE) == 2, "of parts, and of what a program has helped with"

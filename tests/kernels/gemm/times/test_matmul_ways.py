@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from distmega.kernels.gemm.times.matmul_ways import (
     best_tiles,
+    can_push,
     choose_means,
     choose_mixed_tiles,
     choose_tiles,
@@ -69,6 +70,37 @@ def test_products_with_a_formula_go_the_way_that_was_quickest(shape: tuple[int, 
         tiles = choose_mixed_tiles(extents, H200_RATES)
         chosen = library if tiles is None else {128: narrow, 256: wide}[tiles.tile_n]
         assert chosen <= 1.035 * min(library, narrow, wide), (rows, tiles)
+
+
+SCATTERED_US = {
+    (2048, 2048, 4096): (67.8, 69.3), (2048, 6144, 4096): (141.9, 161.6),
+    (4096, 2048, 4096): (103.5, 127.8), (8192, 2048, 4096): (198.4, 233.8),
+    (4096, 5120, 8192): (446.1, 540.7), (1024, 4096, 8192): (100.3, 117.0),
+}  # fmt: skip
+"""By rows, depth of a rank and columns: us over two H200s of a reduce-scatter, its partial results
+sent by copies, and pushed.
+"""
+
+
+@pytest.mark.parametrize("shape", SCATTERED_US)
+def test_partial_results_are_pushed_where_that_is_no_slower(shape: tuple[int, int, int]):
+    rows, depth, columns = shape
+    extents = Extents(rows=rows, columns=columns, depth=depth, num_ranks=2)
+    chosen = tiles_choice("reduce_scatter", extents, H200_RATES)
+    times = dict(zip((False, True), SCATTERED_US[shape], strict=True))
+    assert times[chosen.pushes] <= 1.03 * min(times.values())
+
+
+def test_a_kernel_pushes_what_has_words_descriptors_and_room():
+    few = Extents(rows=2048, columns=4096, depth=2048, num_ranks=2)
+    assert tiles_choice("reduce_scatter", few, H200_RATES).pushes
+    assert can_push(few, 128)
+    assert not can_push(few, 256), "half a tile has no place to wait"
+    assert can_push(replace(few, num_ranks=4), 128)
+    assert not can_push(replace(few, num_ranks=8), 128)
+    most = replace(few, rows=2 * 128 * 4095, columns=128)
+    assert can_push(most, 128)
+    assert not can_push(replace(most, rows=2 * 128 * 4096), 128)
 
 
 def test_time_goes_by_whole_waves():
