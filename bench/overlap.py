@@ -31,6 +31,7 @@ from bench.options import at_least, read_options, seconds
 from bench.ranks import median_us, run_on_ranks
 from bench.records import Record, add_book_options, open_book
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.comm.torch_names import all_gather_single, reduce_scatter_single
 from distmega.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.gemm.machine import measured
 from distmega.kernels.gemm.workspace import workspace_of
@@ -73,12 +74,12 @@ class Operands:
         self.wide = random(rows, inner // ranks)
 
     def gather(self) -> Tensor:
-        dist.all_gather_into_tensor(self.full, self.own, group=self.group)
+        all_gather_single(self.full, self.own, group=self.group)
         return self.full
 
     def scatter(self, x: Tensor) -> Tensor:
         out = torch.empty_like(self.own)
-        dist.reduce_scatter_tensor(out, x, group=self.group)
+        reduce_scatter_single(out, x, group=self.group)
         return out
 
     def cases(self) -> list[Case]:

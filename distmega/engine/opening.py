@@ -174,9 +174,10 @@ class Opener:
             self._prove(host)
         ops = None
         if self.device.type == "cuda":
+            staged = self.plan.staged
             ops = KernelOps(
                 masked=masked,
-                rules=lambda: self.plan.staged.rules,
+                rules=lambda: staged.rules,
                 groups=self.plan.options.expert_tiles,
                 device=self.device,
                 is_long=is_long,

@@ -23,6 +23,7 @@ from distmega.errors import LostPeerError, MeshError, ProgramError, RankFailure
 from distmega.hostir.comm.collectives import Collectives, CommHandle, Mailbox, copy_into, token
 from distmega.hostir.comm.groups import close_left, close_with, left_groups
 from distmega.hostir.comm.plain import Plain, decode_plain, encode_plain, gather_bytes
+from distmega.hostir.comm.torch_names import all_gather_single
 from distmega.sharding.layout.mesh import DeviceMesh
 
 P = TypeVar("P", bound=Plain)
@@ -244,9 +245,7 @@ class TeamCommunicator(Collectives):
         if group is None or not fits or not self._is_ascending(axis):
             return super().all_gather(axis, x, out, dim)
         with self._guard("all-gather", axis):
-            work = dist.all_gather_into_tensor(
-                flat_bytes(out), flat_bytes(x), group=group, async_op=True
-            )
+            work = all_gather_single(flat_bytes(out), flat_bytes(x), group=group, async_op=True)
         assert work is not None, "this rank is in the team"
 
         def finish() -> None:
@@ -270,7 +269,7 @@ class TeamCommunicator(Collectives):
         mine = flat_bytes(x)
         found = mine.new_empty(self.mesh.size(axis), mine.numel())
         with self._guard("gather", axis):
-            work = dist.all_gather_into_tensor(found.view(-1), mine, group=group, async_op=True)
+            work = all_gather_single(found.view(-1), mine, group=group, async_op=True)
         assert work is not None, "this rank is in the team"
 
         def finish() -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from distmega.hostir.comm.collectives import CommHandle
 from distmega.hostir.comm.communicator import flat_bytes
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.comm.torch_names import reduce_scatter_single
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -53,7 +54,7 @@ class NativeNccl(NcclCommunicator):
         given, there = x.movedim(dim, 0).contiguous(), out.movedim(dim, 0)
         data = there if there.is_contiguous() else torch.empty_like(there).contiguous()
         with self._guard("reduce-scatter", axis):
-            work = dist.reduce_scatter_tensor(
+            work = reduce_scatter_single(
                 data, given, _REDUCTIONS[combine], group=group, async_op=True
             )
         return self._handle(axis, work, data, there)

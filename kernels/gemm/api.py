@@ -20,6 +20,7 @@ from torch import Tensor
 from distmega.errors import ProgramError, counted
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.comm.torch_names import all_gather_single, reduce_scatter_single
 from distmega.kernels.gemm import late
 from distmega.kernels.gemm.machine import built_in, measured
 from distmega.kernels.gemm.times.matmul_ways import (
@@ -139,7 +140,7 @@ def all_gather_matmul(
         return made if mixed is not None else mix_columns(made, formula)
     full = own.new_empty(extents.rows, extents.depth)
     if group := _nccl(comm, axis):
-        dist.all_gather_into_tensor(full, own.contiguous(), group=group)
+        all_gather_single(full, own.contiguous(), group=group)
     else:
         comm.all_gather(axis, own, full, 0).wait()
     return mix_columns(torch.mm(full, b.T), formula)
@@ -175,7 +176,7 @@ def matmul_reduce_scatter(
     partial = torch.mm(a, b.T)
     result = partial.new_empty(extents.rows // extents.num_ranks, extents.columns)
     if group := _nccl(comm, axis):
-        dist.reduce_scatter_tensor(result, partial, group=group)
+        reduce_scatter_single(result, partial, group=group)
     else:
         comm.reduce_scatter(axis, partial, result, 0, "sum").wait()
     return result

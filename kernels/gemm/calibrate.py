@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.comm.torch_names import all_gather_single, reduce_scatter_single
 from distmega.kernels.gemm import overlap, peer_collectives
 from distmega.kernels.gemm.device.start import launch_matmul, plain_spec
 from distmega.kernels.gemm.times.matmul_ways import STAGES, tiles_choice
@@ -119,8 +120,8 @@ def _collectives(
     calls: list[Callable[[], object]] = []
     for num in SENT_MB:
         calls += [
-            partial(dist.all_gather_into_tensor, whole[num], own[num], group=group),
-            partial(dist.reduce_scatter_tensor, own[num], whole[num], group=group),
+            partial(all_gather_single, whole[num], own[num], group=group),
+            partial(reduce_scatter_single, own[num], whole[num], group=group),
             partial(dist.all_reduce, whole[num], group=group),
         ]
     a, b = _random(2048, 8192), _random(5120, 8192)
