@@ -28,7 +28,14 @@ from distmega.hostir.ir.nodes import (
     WaitSignal,
     segment_args,
 )
-from distmega.hostir.ir.uses import late_uses, named_buffers, node_writes, storage_of, view_sources
+from distmega.hostir.ir.uses import (
+    borrowed_results,
+    late_uses,
+    named_buffers,
+    node_writes,
+    storage_of,
+    view_sources,
+)
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm, symmetric_bytes
 from distmega.program.kinds import kind_of, wrong_attr
 from distmega.program.types import Access, Program, Tensor, accesses
@@ -260,8 +267,7 @@ def fitting_matmuls(walked: Walked) -> Iterator[Violation]:
                     f"a symmetric buffer of {symmetric_buffers.get(axis, 0)} bytes",
                     f"one of {need}",
                 )
-    fused = [node for node in walked.nodes if isinstance(node, FusedMatmul)]
-    borrowed = {node.out for node in fused if node.borrows}
+    borrowed = borrowed_results(host.body)
     for index, names in late_uses(host, borrowed) if borrowed else ():
         yield index, f"{names} in peer memory that is used again", "a use before, no output"
 

@@ -124,6 +124,12 @@ def team_axes(node: Node, segments: Mapping[str, Program]) -> tuple[str, ...]:
     return ()
 
 
+def borrowed_results(body: Sequence[Node]) -> set[str]:
+    """Results of fused matmuls that lie in memory which peers write into again."""
+    matmuls = (node for node in walk_nodes(body) if isinstance(node, FusedMatmul))
+    return {node.out for node in matmuls if node.borrows}
+
+
 def late_uses(host: HostProgram, borrowed: Container[str]) -> Iterator[tuple[int, list[str]]]:
     """Uses of results after the next fused matmul of their axis has begun, if those in `borrowed`
     lie in its buffer: a node's index and names; -1 for outputs.

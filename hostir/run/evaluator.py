@@ -42,7 +42,14 @@ from distmega.hostir.ir.nodes import (
     walk_nodes,
 )
 from distmega.hostir.ir.text import print_node
-from distmega.hostir.ir.uses import named_buffers, node_writes, shown, storage_of, view_sources
+from distmega.hostir.ir.uses import (
+    borrowed_results,
+    named_buffers,
+    node_writes,
+    shown,
+    storage_of,
+    view_sources,
+)
 from distmega.hostir.library.matmuls import Matmuls, SequentialMatmuls, compile_matmul
 from distmega.hostir.library.ops import DeviceOps, TorchOps, op_operands
 from distmega.hostir.library.torch_types import check_mapping, empty_tensor, fits, misfit
@@ -187,12 +194,6 @@ def allocated_names(body: Sequence[Node]) -> set[str]:
     return {node.buffer for node in body if isinstance(node, Allocate)}
 
 
-def borrowed_names(body: Sequence[Node]) -> set[str]:
-    """Results that lie in memory which peers write into again."""
-    matmuls = (node for node in walk_nodes(body) if isinstance(node, FusedMatmul))
-    return {node.out for node in matmuls if node.borrows}
-
-
 def made_before_views(host: HostProgram, sources: Mapping[str, str]) -> set[str]:
     """Buffers that one library op outside of loops writes, before anything of theirs is viewed."""
     made: set[str] = set()
@@ -261,7 +262,7 @@ class _Compiler:
         self.final = set[str]()
         if host.num_streams == 1:
             kept = {storage_of(name, self.sources) for name in host.outputs}
-            self.final = made - given - kept - borrowed_names(host.body)
+            self.final = made - given - kept - borrowed_results(host.body)
         """Buffers whose memory nobody writes into again before its last reference is gone."""
         self.shared = (self.viewed - made) | given | set(self.sources) | looped
         """Buffers whose storage has another name or owner when an op writes it, or another stream

@@ -27,6 +27,7 @@ from distmega.kernels.runtime.streams.stream_ops import (
     write_word,
     write_words,
 )
+from tests.multigpu.test_gemm import product
 
 SMS = 24
 """Of a rank: four leave some to copies."""
@@ -86,10 +87,6 @@ def open_team(num_ranks: int) -> list[workspace.Workspace]:
 def integers(*shape: int) -> Tensor:
     """-1 to 1: bf16 holds the sums of a rank's products exactly."""
     return torch.randint(-1, 2, shape, device="cuda").bfloat16()
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    return a.float() @ b.float().T
 
 
 Call = Callable[[int], Tensor]

@@ -28,7 +28,13 @@ from distmega.kernels.gemm.device.events import (
     finish_stores,
     wait_event,
 )
-from distmega.kernels.gemm.device.order import end_work, locate_part, locate_tile, locate_work
+from distmega.kernels.gemm.device.order import (
+    end_work,
+    locate_part,
+    locate_tile,
+    locate_word,
+    locate_work,
+)
 from distmega.kernels.gemm.device.spec import (
     BUFFERS,
     EARLY,
@@ -64,11 +70,7 @@ def load_partials(partials, it, row, left, grid, helped, memory, ring, spec: gl.
     filled before; row: of tiles in the chunk; left: the tile's first column.
     """
     chunk_rows, rank = grid.chunk_rows, grid.rank
-    pushed: gl.constexpr = spec.sends == "push"
-    if pushed:
-        position = row * grid.columns + left // spec.tile_n
-    else:
-        position, _ = locate_part(row, left // spec.tile_n, grid)
+    position = locate_word(row, left // spec.tile_n, grid, spec)
     part_bytes: gl.constexpr = 2 * HALF_M * spec.tile_n
     others: gl.constexpr = spec.num_ranks - 1 if spec.sends != "" else 0
     pieces: gl.constexpr = 1 if spec.sends != "" else 2
@@ -84,7 +86,7 @@ def load_partials(partials, it, row, left, grid, helped, memory, ring, spec: gl.
             left = 0
         wait_event(memory.arrivals, source * WORDS + word, memory.stuck, spec.debug)
         before_tma_reads()
-        if pushed or other == others + pieces - 1:
+        if spec.sends == "push" or other == others + pieces - 1:
             clear_event(memory.arrivals, source * WORDS + word)
         for half in gl.static_range(2):
             slot = it % spec.stages
@@ -283,7 +285,9 @@ def count_tiles(k_tiles, grid, helpers, memory, sends, boxes, spec: gl.constexpr
     rank = grid.rank
     num_tiles = grid.chunk_rows * grid.columns * spec.num_ranks
     tiles_done = 0
-    if spec.sends == "push":  # peers go on by these words alone, and write those of the call before
+    # a peer that has all of this call's words may write those of the next, which still hold what
+    # the call before wrote unless READY is set
+    if spec.sends == "push":
         wait_event(memory.arrivals, rank * WORDS + READY, memory.stuck, spec.debug)
     for item in range(gl.program_id(0), end_work(num_tiles, helpers, spec), gl.num_programs(0)):
         number, first, _, word = locate_work(item, num_tiles, k_tiles, helpers, spec)
@@ -298,7 +302,7 @@ def count_tiles(k_tiles, grid, helpers, memory, sends, boxes, spec: gl.constexpr
         elif spec.sends == "push":
             if chunk != rank:
                 words = gl.load(sends.words + chunk).to(gl.pointer_type(gl.int32))
-                count_event(words, row * grid.columns + column - PUSHED)
+                count_event(words, locate_word(row, column, grid, spec) - PUSHED)
         elif spec.sends != "" and (chunk != rank or spec.sends == "all"):
             position, parts = locate_part(row, column, grid)
             count_event(memory.counts, chunk * parts + position)

@@ -83,6 +83,18 @@ def locate_part(row, column, grid):
 
 
 @gluon.jit
+def locate_word(row, column, grid, spec: gl.constexpr):
+    """Number of the event word for a tile of partial results: one a tile if the kernel pushes them,
+    else one a part.
+    """
+    if spec.sends == "push":
+        return row * grid.columns + column
+    else:
+        position, _ = locate_part(row, column, grid)
+        return position
+
+
+@gluon.jit
 def end_work(num_tiles, helpers, spec: gl.constexpr):
     """The number behind this program's last piece of work; they are num_programs apart. helpers:
     Helpers.

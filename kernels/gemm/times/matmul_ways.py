@@ -242,8 +242,9 @@ def tiles_us(
         split=choice.split,
         shares=collective == "all_reduce",
     )
-    sent_us = push_us(extents, plan, rates) * PUSHING if choice.pushes else 0.0
-    return max((sent_us or send_us(extents, plan, rates)) * narrow, least)
+    if choice.pushes:
+        return max(push_us(extents, plan, rates) * PUSHING * narrow, least)
+    return max(send_us(extents, plan, rates) * narrow, least)
 
 
 def _stream_us(extents: Extents, group: int, rates: OverlapRates) -> float:

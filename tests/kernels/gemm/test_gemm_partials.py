@@ -35,7 +35,7 @@ def load(
     """What the loader does for a tile, in order, and how many slots it fills."""
     does = MagicMock()
     fakes = {
-        "locate_part": order.locate_part.fn,
+        "locate_word": order.locate_word.fn,
         "wait_event": lambda _words, index, *_: does.wait(int(index)),
         "clear_event": lambda _words, index: does.clear(int(index)),
         "before_tma_reads": lambda: None,
@@ -45,7 +45,8 @@ def load(
     }
     ring = SliceRing(None, None, MagicMock(), MagicMock(), MagicMock())
     grid = TileGrid(CHUNK_ROWS, COLUMNS, Number(rank), 2, 3, 2)
-    with patch.multiple(kernel, **fakes):
+    located = patch.object(order, "locate_part", order.locate_part.fn)
+    with patch.multiple(kernel, **fakes), located:
         slots = kernel.load_partials.fn(
             None, 0, row, left, grid, Number(helped), MagicMock(), ring, found
         )
