@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distmega.hostir.comm.collectives import CommHandle
 from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.ir.nodes import Collective
 from distmega.hostir.library.norms import normalise
 from distmega.hostir.library.pointwise import OpFunction, evaluate_all
 from distmega.hostir.library.torch_types import operand_dtype
@@ -26,9 +28,12 @@ NormedProduct = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, Tenso
 """Of x [rows, sums], w [columns, sums] and what a SumNorm reads: the norm and what it is of, each
 [rows, columns]."""
 
+StartCollective = Callable[[Sequence[Tensor], Sequence[Tensor]], CommHandle]
+"""Starts one with what it reads and what it writes."""
+
 
 class Matmuls(Protocol):
-    """How a device does matmuls with a collective."""
+    """How a device does matmuls with a collective, and collectives that nothing runs beside."""
 
     def open_symmetric_buffers(self, symmetric_buffers: Sequence[SymmetricBuffer]) -> None:
         """Makes the peer memory of a program before it runs; every rank calls it."""
@@ -54,6 +59,12 @@ class Matmuls(Protocol):
 
     def compile_normed(self, node: FusedMatmul, norm: SumNorm) -> NormedProduct:
         """What a node does that has a norm."""
+        ...
+
+    def compile_collective(self, node: Collective, otherwise: StartCollective) -> StartCollective:
+        """How a collective is done whose results are waited for at once, on one stream. otherwise:
+        by the communicator.
+        """
         ...
 
 
@@ -114,6 +125,10 @@ class SequentialMatmuls:
             return normalise(norm.kind, multiply(x, w), residual, weight, shift, norm.eps)
 
         return run
+
+    def compile_collective(self, node: Collective, otherwise: StartCollective) -> StartCollective:
+        """By the communicator."""
+        return otherwise
 
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -50,7 +51,12 @@ from distmega.hostir.ir.uses import (
     storage_of,
     view_sources,
 )
-from distmega.hostir.library.matmuls import Matmuls, SequentialMatmuls, compile_matmul
+from distmega.hostir.library.matmuls import (
+    Matmuls,
+    SequentialMatmuls,
+    StartCollective,
+    compile_matmul,
+)
 from distmega.hostir.library.ops import DeviceOps, TorchOps, op_operands
 from distmega.hostir.library.torch_types import check_mapping, empty_tensor, fits, misfit
 from distmega.hostir.lower.matmul_nodes import FusedMatmul
@@ -194,6 +200,15 @@ def allocated_names(body: Sequence[Node]) -> set[str]:
     return {node.buffer for node in body if isinstance(node, Allocate)}
 
 
+def awaited_at_once(body: Sequence[Node]) -> set[str]:
+    """Handles of a body's collectives for which the next node waits."""
+    return {
+        node.handle
+        for node, after in pairwise(body)
+        if isinstance(node, Collective) and isinstance(after, Wait) and after.handle == node.handle
+    }
+
+
 def made_before_views(host: HostProgram, sources: Mapping[str, str]) -> set[str]:
     """Buffers that one library op outside of loops writes, before anything of theirs is viewed."""
     made: set[str] = set()
@@ -264,6 +279,8 @@ class _Compiler:
             kept = {storage_of(name, self.sources) for name in host.outputs}
             self.final = made - given - kept - borrowed_results(host.body)
         """Buffers whose memory nobody writes into again before its last reference is gone."""
+        self.alone = set[str]() if host.num_streams > 1 else awaited_at_once(host.body)
+        """Handles of collectives that nothing runs beside."""
         self.shared = (self.viewed - made) | given | set(self.sources) | looped
         """Buffers whose storage has another name or owner when an op writes it, or another stream
         than that op: it writes into them and doesn't replace them.
@@ -414,6 +431,8 @@ class _Compiler:
 
     def collective(self, node: Collective) -> Step:
         start = self.starter(node)
+        if node.handle in self.alone:
+            start = self.matmuls.compile_collective(node, start)
 
         def run(f: Frame) -> None:
             ins = [f.tensors[name] for name in node.ins]
@@ -421,7 +440,7 @@ class _Compiler:
 
         return run
 
-    def starter(self, node: Collective) -> Callable[[list[Tensor], list[Tensor]], CommHandle]:
+    def starter(self, node: Collective) -> StartCollective:
         comm, axis = self.comm, node.mesh_axis
         dim, dst_dim, source = (_number(node, key) for key in ("dim", "dst_dim", "source"))
         combine = str(node.get("combine", "sum"))

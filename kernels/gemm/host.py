@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from distmega.hostir.comm.collectives import CommHandle
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.hostir.library.matmuls import NormedProduct
+from distmega.hostir.ir.nodes import Collective
+from distmega.hostir.library.matmuls import NormedProduct, StartCollective
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm, SymmetricBuffer
+from distmega.kernels.gemm import late
 from distmega.kernels.gemm.api import (
     all_gather_matmul,
     matmul_all_reduce,
@@ -18,6 +21,9 @@ from distmega.kernels.gemm.api import (
     matmul_sum_norm,
 )
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
+
+DONE = CommHandle(lambda: None)
+"""Of what the current stream does."""
 
 
 class PeerMatmuls:
@@ -103,3 +109,38 @@ class PeerMatmuls:
             )
 
         return run
+
+    def compile_collective(self, node: Collective, otherwise: StartCollective) -> StartCollective:
+        """See Matmuls: what is small goes by a kernel, if the program has a workspace."""
+        opened = self._opened.get(node.mesh_axis)
+        if not opened:
+            return otherwise
+        pushed = late.pushed_by(opened[-1])
+        combine, dim = node.get("combine", "sum"), node.get("dim", 0)
+        assert isinstance(dim, int), "of a verified collective"
+
+        def gather(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> CommHandle:
+            return DONE if pushed.gather(xs[0], outs[0], dim) else otherwise(xs, outs)
+
+        def add(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> CommHandle:
+            if not pushed.takes_sum(xs[0]):
+                return otherwise(xs, outs)
+            pushed.sum(xs[0], outs[0])
+            return DONE
+
+        def find_largest(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> CommHandle:
+            found = pushed.argmax(*xs)
+            if found is None:
+                return otherwise(xs, outs)
+            for out, result in zip(outs, found, strict=True):
+                out.copy_(result)
+            return DONE
+
+        match node.kind, combine:
+            case "all_gather", _:
+                return gather
+            case "all_reduce", "sum":
+                return add
+            case "all_reduce", "argmax":
+                return find_largest
+        return otherwise

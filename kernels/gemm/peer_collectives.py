@@ -3,13 +3,12 @@ to start than NCCL's.
 
 In: bf16 operands, a Workspace. Out: results of this rank. All-gather and reduce-scatter are copies
 by copy engines, each followed by an event word that the receiver's stream waits for; all-reduce
-pushes flagged words where these are few (hopper/all_reduce.py), else it is torch's, which sums
-parts on their ranks and shares them. Next: api.py.
+pushes flagged words where these are few (pushed.py), else it is torch's, which sums parts on their
+ranks and shares them. Next: api.py.
 """
 
 from collections.abc import Sequence
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,28 +16,19 @@ import torch.distributed._symmetric_memory as symm_mem  # noqa: F401, registers 
 from torch import Tensor
 
 from distmega.kernels.gemm.overlap import gather_rows
+from distmega.kernels.gemm.pushed import PUSHED_BYTES, pushed_by
 from distmega.kernels.gemm.times.tile_times import PUSHING_RANKS
 from distmega.kernels.gemm.workspace import Workspace
-from distmega.kernels.hopper.all_reduce import PushedAllReduce
-from distmega.kernels.hopper.sum_norm import FOUR, LEAST_CAPACITY, PushedSumNorm
+from distmega.kernels.hopper.sum_norm import FOUR
 from distmega.kernels.pipelined.api import pointwise
 from distmega.kernels.runtime.streams.stream_ops import copy_bytes
 from distmega.sharding.overlap.products import Extents
-
-PUSHED_BYTES = 2**20
-"""Most that a rank pushes to the others together, flags not counted."""
-LONGEST_WAIT_S = 86400.0
 
 NORMED_BYTES = 2**18, 2**22
 """Least and most of a sum that the kernel which sums its rows normalises too: in gated_mlp over two
 ranks, 2 to 5% quicker than two kernels from one to the other, and not timed beyond."""
 MAX_COLUMNS = 2**14
 """Of rows that a program has in registers."""
-
-_row_summers: WeakKeyDictionary[Workspace, dict[tuple[int, int], PushedSumNorm]] = (
-    WeakKeyDictionary()
-)
-_reducers: WeakKeyDictionary[Workspace, dict[int, PushedAllReduce]] = WeakKeyDictionary()
 
 
 def all_gather(own: Tensor, workspace: Workspace, *, is_final: bool = False) -> Tensor:
@@ -89,7 +79,7 @@ def matmul_all_reduce(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
     if is_pushed(a.shape[0], b.shape[0], workspace.num_ranks):
         partial = torch.mm(a, b.T)
         found = torch.empty_like(partial)
-        _reducer(workspace, partial.numel())(partial.view(-1), found.view(-1))
+        pushed_by(workspace).sum(partial, found)
         return found
     workspace.begin()
     total = workspace.buffer((a.shape[0], b.shape[0]), a.dtype)
@@ -132,42 +122,7 @@ def matmul_sum_norm(
     """The norm of residual + the sum over ranks of A B^T, and that total, [M, N], the same bits on
     all ranks; a [M, K], b [N, K], operands as sums_rows takes them.
     """
-    partial = torch.mm(a, b.T)
-    rows, columns = partial.shape
-    run = _row_summer(workspace, rows, columns)
-    shift = None if bias is None else _in_fours(bias)
-    return run(partial, _in_fours(residual), _in_fours(weight), shift, kind, eps)
-
-
-def _in_fours(x: Tensor) -> Tensor:
-    """The same where words of four elements can be read; a copy of what lies elsewhere."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % (2 * FOUR) or x.storage_offset() % FOUR else x
-
-
-def _row_summer(workspace: Workspace, rows: int, columns: int) -> PushedSumNorm:
-    """Of at least so many rows; memory and a missing rank are as _reducer's. Calls share the memory
-    of a power of two of rows.
-    """
-    capacity = max(LEAST_CAPACITY, 1 << (rows - 1).bit_length())
-    known = _row_summers.setdefault(workspace, {})
-    key = columns, capacity
-    if key not in known:
-        known[key] = PushedSumNorm(workspace.team, columns, capacity)
-    return known[key]
-
-
-def _reducer(workspace: Workspace, num_elements: int) -> PushedAllReduce:
-    """Sums of so many elements; the first call for them opens their memory, on all ranks and in no
-    capture. For a rank that does not come it waits as long as torch's would: that is told by the
-    deadline of its caller.
-    """
-    known = _reducers.setdefault(workspace, {})
-    if num_elements not in known:
-        known[num_elements] = PushedAllReduce(
-            workspace.team, num_elements, timeout_s=LONGEST_WAIT_S
-        )
-    return known[num_elements]
+    return pushed_by(workspace).sum_norm(torch.mm(a, b.T), residual, weight, bias, kind, eps)
 
 
 def sum_symmetric(total: Tensor, workspace: Workspace) -> None:

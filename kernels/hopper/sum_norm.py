@@ -26,8 +26,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.all_reduce import COPIES
+from distmega.kernels.hopper.ptx.arrivals import await_ranks, tell_ranks
 from distmega.kernels.hopper.ptx.device import bf16_pair, high_half, low_half
 from distmega.kernels.hopper.ptx.shapes import PER_THREAD, THREADS
 from distmega.kernels.runtime.symmetric import Team
@@ -86,23 +86,8 @@ def push_row(x, peers, arrivals, team_rank, row, flag, slot, rank_slots, spec: g
         for rank in gl.static_range(ranks):
             wanted = (at < spec.fours) & (team_rank != rank)
             gl.store(peers[rank] + mine * spec.fours + at, bits, mask=wanted)
-    cta_barrier()  # all threads' stores come before the one that releases
-    for rank in gl.static_range(ranks):
-        if team_rank != rank:
-            gl.atomic_xchg(arrivals[rank] + mine, flag, sem="release", scope="sys")
+    tell_ranks(arrivals, mine, flag, team_rank, ranks)
     return own
-
-
-@gluon.jit
-def await_row(arrived, team_rank, flag, slot, rank_slots, spec: gl.constexpr):
-    """Returns when all peers' parts of a row are there, of launch `flag`. arrived: this rank's."""
-    ranks: gl.constexpr = spec.ranks
-    for rank in gl.static_range(ranks):
-        if team_rank != rank:
-            word = arrived + slot + rank * rank_slots
-            found = gl.atomic_add(word, 0, sem="acquire", scope="sys")
-            while found != flag:
-                found = gl.atomic_add(word, 0, sem="acquire", scope="sys")
 
 
 @gluon.jit
@@ -150,7 +135,7 @@ def sum_norm_kernel(x, residual, weight, bias, y, total, mine, peers, arrived, w
     lane = gl.arange(0, THREADS, layout=PER_THREAD)
     line = row.to(gl.int64) * spec.fours
     own = push_row(x, peers, words, team_rank, row, flag, slot, rank_slots, spec)
-    await_row(arrived, team_rank, flag, slot, rank_slots, spec)
+    await_ranks(arrived, slot, rank_slots, flag, team_rank, spec.ranks)
     values = ()
     added = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     for chunk in gl.static_range(chunks):

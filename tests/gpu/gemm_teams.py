@@ -5,21 +5,26 @@ The kernels wait for each other, so those of all ranks run at one time, and each
 queue of its own on the device: CUDA_DEVICE_MAX_CONNECTIONS must be 32 before CUDA starts.
 """
 
+import itertools
 import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch import Tensor
 
+from distmega.hostir.comm.collectives import combine_parts
 from distmega.kernels.gemm import overlap, peer_collectives, workspace
 from distmega.kernels.gemm.device import start
+from distmega.kernels.gemm.pushed import PushedCollectives
 from distmega.kernels.gemm.times.matmul_ways import STAGES, MatmulChoice
 from distmega.kernels.gemm.times.tile_times import DepthSplit, Tiles
+from distmega.kernels.hopper import all_gather, all_reduce, argmax
 from distmega.kernels.runtime.streams.stream_ops import (
     copy_bytes,
     copy_columns,
@@ -84,20 +89,113 @@ def open_team(num_ranks: int) -> list[workspace.Workspace]:
         ]
 
 
+def open_pushed(num_ranks: int) -> list[PushedCollectives]:
+    """Each rank's memory of one opening is all ranks'. It is opened and kernels are loaded here,
+    before others wait for what these push.
+    """
+    opened: list[list[Tensor]] = []
+    mesh = SimpleNamespace(size=lambda axis: num_ranks)
+
+    def member(rank: int) -> PushedCollectives:
+        numbers = itertools.count()
+
+        def open_memory(num_bytes: int) -> Memory:
+            number = next(numbers)
+            if number == len(opened):
+                zeros = partial(torch.zeros, num_bytes, dtype=torch.uint8, device="cuda")
+                opened.append([zeros() for _ in range(num_ranks)])
+            return Memory(team_rank=rank, parts=opened[number])
+
+        team = SimpleNamespace(
+            size=num_ranks, team_rank=rank, axis="tp", open=open_memory,
+            comm=SimpleNamespace(mesh=mesh, rank=rank),
+        )  # fmt: skip
+        return PushedCollectives(team)  # type: ignore[arg-type]
+
+    team = [member(rank) for rank in range(num_ranks)]
+    with (
+        patch.object(all_gather, "gather_kernel", MagicMock()),
+        patch.object(all_reduce, "reduce_one_shot", MagicMock()),
+        patch.object(argmax, "argmax_kernel", MagicMock()),
+    ):
+        call_each(team)  # opens memory, which waits for all kernels that run
+    call_each(team)
+    return team
+
+
+def call_each(team: list[PushedCollectives]) -> None:
+    """Each kind of call once, by all ranks at one time."""
+    streams = [torch.cuda.Stream() for _ in team]
+    for kind in PUSHED:
+        calls = [draw_pushed(random.Random(0), team, kind)[1] for _ in team]
+        torch.cuda.synchronize()
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                calls[rank](rank)
+        torch.cuda.synchronize()
+
+
 def integers(*shape: int) -> Tensor:
     """-1 to 1: bf16 holds the sums of a rank's products exactly."""
     return torch.randint(-1, 2, shape, device="cuda").bfloat16()
 
 
 Call = Callable[[int], Tensor]
+Drawn = tuple[str, Call, list[Tensor]]
+"""A call's name, what a rank does, and what each must find."""
+PUSHED = "pushed gather", "pushed sum", "pushed argmax"
+
+
+def draw_pushed(numbers: random.Random, team: list[PushedCollectives], kind: str) -> Drawn:
+    """What a program's own collectives become. Sums have one size, for each opens memory."""
+    size, rows, columns = len(team), numbers.randint(1, 40), 8 * numbers.randint(1, 40)
+    name = f"{kind} of {rows} x {columns} by {size} ranks"
+    if kind == "pushed gather":
+        dim = numbers.randint(0, 1)
+        x = integers(size, rows, columns)
+        whole = torch.cat(tuple(x), dim)
+
+        def gather(rank: int) -> Tensor:
+            out = torch.empty_like(whole)
+            assert team[rank].gather(x[rank], out, dim)
+            return out
+
+        return name, gather, [whole] * size
+    if kind == "pushed sum":
+        x = integers(size, 3, 1024)
+
+        def add(rank: int) -> Tensor:
+            assert team[rank].takes_sum(x[rank])
+            out = torch.empty_like(x[rank])
+            team[rank].sum(x[rank], out)
+            return out
+
+        return name, add, [x.sum(0)] * size
+    values, indices = integers(size, rows), torch.argsort(torch.rand(size, rows, device="cuda"), 0)
+    expected = torch.stack(
+        [each.long() for each in combine_parts(list(zip(values, indices, strict=True)), "argmax")]
+    )
+
+    def find_largest(rank: int) -> Tensor:
+        found = team[rank].argmax(values[rank], indices[rank])
+        assert found is not None
+        return torch.stack([each.long() for each in found])
+
+    return name, find_largest, [expected] * size
 
 
 def draw_call(
-    numbers: random.Random, team: list[workspace.Workspace], tile_n: int
-) -> tuple[str, Call, list[Tensor]]:
-    """A call's name, what a rank does, and what each must find."""
+    numbers: random.Random,
+    team: list[workspace.Workspace],
+    pushed: list[PushedCollectives],
+    tile_n: int,
+) -> Drawn:
     size = len(team)
-    kind = numbers.choice(("gather", "final gather", "peer gather", "scatter", "push", "all"))
+    kind = numbers.choice(
+        ("gather", "final gather", "peer gather", "scatter", "push", "all", *PUSHED)
+    )
+    if kind in PUSHED:
+        return draw_pushed(numbers, pushed, kind)
     rows, columns = 128 * numbers.randint(1, 6), 128 * numbers.randint(1, 6)
     depth = 64 * numbers.randint(16, 24)
     group = numbers.choice(
@@ -167,7 +265,8 @@ def run_team(num_ranks: int, tile_n: int) -> None:
     streams = [torch.cuda.Stream() for _ in team]
     for stream in streams:
         warm_up(stream)
-    drawn = [draw_call(numbers, team, tile_n) for _ in range(NUM_CALLS)]
+    pushed = open_pushed(num_ranks)
+    drawn = [draw_call(numbers, team, pushed, tile_n) for _ in range(NUM_CALLS)]
     torch.cuda.synchronize()
     found: list[list[Tensor]] = []
     for name, call, _ in drawn:

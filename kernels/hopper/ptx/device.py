@@ -18,6 +18,12 @@ def as_float(bits):
 
 
 @gluon.jit
+def bits_of(value):
+    """float32 as int32 bits."""
+    return value.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
 def low_half(bits):
     """The lower bf16 of a pair, as float32."""
     return (bits << 16).to(gl.float32, bitcast=True)
@@ -54,7 +60,7 @@ def flagged(payload, flag):
 @gluon.jit
 def flagged_float(value, flag):
     """float32 payload and flag as one 64-bit word."""
-    return flagged(value.to(gl.int32, bitcast=True), flag)
+    return flagged(bits_of(value), flag)
 
 
 @gluon.jit

@@ -111,16 +111,6 @@ def test_a_norm_is_of_the_sum_by_either_way(
     )
 
 
-def test_words_of_four_are_read_where_they_lie():
-    in_fours, x = late.peer_collectives._in_fours, torch.arange(24).bfloat16()
-    assert in_fours(x) is x
-    assert in_fours(x[4:12]).data_ptr() == x[4:].data_ptr()
-    for other in (x[1:9], x.view(3, 8).T):
-        found = in_fours(other)
-        assert torch.equal(found, other)
-        assert found.flatten().view(torch.int64).numel() == other.numel() // 4
-
-
 @pytest.mark.parametrize("means", ["tiles", "peer"])
 @pytest.mark.parametrize(
     "name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]

@@ -4,7 +4,7 @@ run by threads that stand for ranks, against torch; and that it compiles for Hop
 
 import threading
 from functools import partial
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,103 +15,11 @@ from distmega.hostir.library.norms import normalise
 
 pytest.importorskip("triton")
 
-from triton.language.core import constexpr
-from triton.runtime.jit import JITFunction
-
 from distmega.kernels.hopper import sum_norm
 from distmega.kernels.hopper.sum_norm import PushedSumNorm, SumNormSpec
 from tests.kernels.at_once import run_at_once
+from tests.kernels.hopper.pushing import Pointer, Program, Scalar
 from tests.kernels.offline import offline
-
-MOST_POLLS = 8000
-
-
-class Pointer:
-    """Into a flat tensor, from one offset or several on."""
-
-    def __init__(self, memory: Tensor, at: Any = 0) -> None:
-        self.memory, self.at = memory, at
-
-    def __add__(self, offset: Any) -> "Pointer":
-        return Pointer(self.memory, self.at + offset)
-
-
-class Scalar(int):
-    """A number of a kernel."""
-
-    def to(self, dtype: object) -> "Scalar":
-        return self
-
-
-class Program:
-    """One program: what stands in for Gluon and PTX. changed: notified of what any rank stores."""
-
-    def __init__(self, row: int, changed: threading.Condition) -> None:
-        self.row, self.changed, self.num_polls = row, changed, 0
-
-    def load(self, pointer: Pointer, mask: Any = None, other: int = 0, **options: object) -> Any:
-        if mask is None:
-            return Scalar(pointer.memory[int(pointer.at)])
-        found = torch.full((len(pointer.at),), other, dtype=torch.int64)
-        found[mask] = pointer.memory[pointer.at[mask]]
-        return found
-
-    def store(self, pointer: Pointer, value: Any, mask: Any = None, **options: object) -> None:
-        with self.changed:
-            if mask is None:
-                pointer.memory[int(pointer.at)] = int(value)
-            else:
-                pointer.memory[pointer.at[mask]] = value[mask]
-            self.changed.notify_all()
-
-    def read(self, pointer: Pointer, value: int, **options: object) -> Scalar:
-        """Gives others time to store."""
-        self.num_polls += 1
-        assert self.num_polls < MOST_POLLS, "a wait that nobody ends"
-        with self.changed:
-            self.changed.wait(0.001)
-            return Scalar(pointer.memory[int(pointer.at)])
-
-    def scope(self) -> dict[str, Any]:
-        """The module's names, as this program sees them."""
-        found: dict[str, Any] = {}
-        for name, value in vars(sum_norm).items():
-            if isinstance(value, JITFunction):
-                found[name] = FunctionType(value.fn.__code__, found, name)
-            else:
-                found[name] = value.value if isinstance(value, constexpr) else value
-        found |= {
-            "gl": SimpleNamespace(
-                program_id=lambda axis: Scalar(self.row),
-                static_range=range,
-                arange=lambda first, last, layout: torch.arange(first, last),
-                load=self.load,
-                store=self.store,
-                zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-                where=lambda mask, x, y: torch.where(mask, x, torch.as_tensor(y, dtype=x.dtype)),
-                sum=lambda x, dim: x.sum(dim),
-                rsqrt=torch.rsqrt,
-                atomic_xchg=self.store,
-                atomic_add=self.read,
-                int32=torch.int32,
-                int64=torch.int64,
-                float32=torch.float32,
-                constexpr=None,
-            ),
-            "cta_barrier": lambda: None,
-            "low_half": lambda bits: half_of(bits, 0),
-            "high_half": lambda bits: half_of(bits, 1),
-            "bf16_pair": lambda low, high: pair_of(low, high),
-        }
-        return found
-
-
-def half_of(bits: Tensor, number: int) -> Tensor:
-    return bits.contiguous().view(torch.bfloat16).view(-1, 2)[:, number].float()
-
-
-def pair_of(low: Tensor, high: Tensor) -> Tensor:
-    return torch.stack([low, high], -1).bfloat16().view(torch.int32).flatten()
 
 
 def as_fours(x: Tensor) -> Pointer:
@@ -141,7 +49,7 @@ def test_rows_are_summed_and_normalised(ranks: int, columns: int, kind: Any, has
     def run(rank: int) -> None:
         for given, out in zip(launches, results[rank], strict=True):
             for row in range(given.shape[1]):
-                scope = Program(row, changed).scope()
+                scope = Program(sum_norm, row, changed).scope()
                 scope["sum_norm_kernel"](
                     *map(as_fours, (given[rank], given[-1], weight, bias, out[0], out[1])),
                     peers[rank], peers, words[rank], words,

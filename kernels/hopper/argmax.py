@@ -1,0 +1,127 @@
+"""The largest of each row over GPUs that share memory, and where it is: one kernel for what is a
+gather and ten kernels otherwise.
+
+In: each rank's largest value of a row and its index. Out: the largest of all ranks and its index,
+the same on all; NaN is the largest, and of equal ones that of the lowest index counts. Words go as
+in all_reduce.py, two a row and rank, 32 bits of each being the number of the launch. Used by
+../gemm/pushed.py.
+"""
+
+# Kernels' arguments have no Python types.
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from distmega.errors import HangError
+from distmega.kernels.hopper.all_reduce import COPIES
+from distmega.kernels.hopper.ptx.device import as_float, bits_of, flagged, key_of
+from distmega.kernels.hopper.ptx.spins import spin_ranks
+from distmega.kernels.runtime.alarm import Alarm
+from distmega.kernels.runtime.report import REPORT_WORDS
+from distmega.kernels.runtime.symmetric import Team
+
+ROWS = gl.constexpr(32)
+"""Of a program: one a thread."""
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+PAIR = gl.constexpr(2)
+"""Words of a row: value and index."""
+
+
+@gluon.jit
+def order_of(bits):
+    """int32 in the order of the float32 whose bits these are; zeros are equal, NaN is the most."""
+    size = bits & 0x7FFFFFFF
+    order = gl.where(size == 0, 0, key_of(bits))
+    return gl.where(size > 0x7F800000, 0x7FFFFFFF, order)
+
+
+@gluon.jit(do_not_specialize=["team_rank", "num_rows"])
+def argmax_kernel(values, indices, largest, where, report, mine, peers, epochs, team_rank, num_rows,
+                  capacity, ranks: gl.constexpr):  # fmt: skip
+    """values: of a float type, indices: i64, both [num_rows], read; largest, where: as these,
+    written; all local. report: see ptx/spins.py, right before mine. mine: int64 [2, ranks,
+    capacity, PAIR], zeroed before the first launch, written by all ranks; peers: `mine` of all
+    ranks, team_rank being this one. epochs: int32, one a program, of launches, zeroed when
+    allocated and written by that program alone.
+    """
+    pid = gl.program_id(0)
+    flag = gl.load(epochs + pid) + 1
+    row = pid * ROWS + gl.arange(0, ROWS, layout=LANES)
+    wanted = row < num_rows
+    part = PAIR * capacity
+    at = (flag & 1) * ranks * part + PAIR * row
+    value = bits_of(gl.load(values + row, mask=wanted, other=0).to(gl.float32))
+    index = gl.load(indices + row, mask=wanted, other=0).to(gl.int32)
+    for rank in gl.static_range(ranks):
+        to = peers[rank] + at + team_rank * part
+        gl.store(to, flagged(value, flag), mask=wanted)
+        gl.store(to + 1, flagged(index, flag), mask=wanted)
+    found = spin_ranks(report, mine + at, part.to(gl.int64) * 8, flag, wanted, ranks)
+    value = found[0]
+    index = found[1]
+    most = order_of(value)
+    for rank in gl.static_range(1, ranks):
+        order = order_of(found[2 * rank])
+        better = (order > most) | ((order == most) & (found[2 * rank + 1] < index))
+        value = gl.where(better, found[2 * rank], value)
+        index = gl.where(better, found[2 * rank + 1], index)
+        most = gl.where(better, order, most)
+    gl.store(largest + row, as_float(value), mask=wanted)
+    gl.store(where + row, index.to(gl.int64), mask=wanted)
+    gl.store(epochs + pid, flag)
+
+
+class PushedArgmax:
+    """The largest of up to so many rows over a team that shares memory."""
+
+    def __init__(self, team: Team, num_rows: int, timeout_s: float) -> None:
+        """Collective. timeout_s: bound on a wait for a peer."""
+        self._ranks, self._team_rank = team.size, team.team_rank
+        num_programs = -(-num_rows // ROWS.value)
+        self._capacity = num_programs * ROWS.value
+        num_words = REPORT_WORDS + COPIES * self._ranks * self._capacity * PAIR.value
+        self._memory = team.open(8 * num_words)
+        words = [
+            self._memory.tensor(rank, (num_words,), torch.int64) for rank in range(self._ranks)
+        ]
+        self._report = words[self._team_rank]
+        self._alarm = Alarm(self._report, timeout_s)
+        self._peers = tuple(each[REPORT_WORDS:] for each in words)
+        device = self._report.device
+        self._epochs = torch.zeros(num_programs, dtype=torch.int32, device=device)
+
+    def __call__(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest of all ranks' values, a float type of at most 32 bits [rows], and its index,
+        i64 [rows] below 2^31; every rank must call. HangError if a peer did not push in an earlier
+        call, whose result is void.
+        """
+        if report := self._alarm.take():
+            owner = (report.word - REPORT_WORDS) // (self._capacity * PAIR.value) % self._ranks
+            raise HangError(
+                f"rank {self._team_rank}, program {report.last} of an argmax waited "
+                f"{self._alarm.limit_s:g} s for word {report.word}",
+                expected=f"what rank {owner} pushes in launch {report.flag}",
+                remedy="see whether that rank made the same call",
+            )
+        largest, where = torch.empty_like(values), torch.empty_like(indices)
+        num_rows = len(values)
+        argmax_kernel[(-(-num_rows // ROWS.value),)](
+            values,
+            indices,
+            largest,
+            where,
+            self._report,
+            self._peers[self._team_rank],
+            self._peers,
+            self._epochs,
+            self._team_rank,
+            num_rows,
+            self._capacity,
+            ranks=self._ranks,
+            num_warps=1,
+        )
+        return largest, where

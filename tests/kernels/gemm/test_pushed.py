@@ -1,0 +1,110 @@
+"""What small collectives take, and what they leave to others: the same on all ranks."""
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from distmega.hostir.comm.collectives import CommHandle
+from distmega.hostir.ir.nodes import Collective
+from distmega.kernels.gemm import late
+from distmega.kernels.gemm.host import DONE, PeerMatmuls
+
+pytest.importorskip("triton")
+
+from distmega.kernels.gemm import pushed
+from distmega.kernels.gemm.pushed import PushedCollectives, aligned
+
+
+@pytest.fixture
+def collectives(monkeypatch: pytest.MonkeyPatch) -> PushedCollectives:
+    """Of four ranks, whose kernels do nothing."""
+    for name in ("PushedAllGather", "PushedAllReduce", "PushedArgmax"):
+        monkeypatch.setattr(pushed, name, MagicMock(getattr(pushed, name)))
+    return PushedCollectives(SimpleNamespace(size=4))  # type: ignore[arg-type]
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def test_gathers_of_even_parts_up_to_16_mb_are_pushed(collectives: PushedCollectives):
+    gather = collectives.gather
+    assert gather(zeros(512, 4096), zeros(2048, 4096), 0)
+    assert gather(zeros(2048, 1024), zeros(2048, 4096), 1)
+    assert not gather(zeros(513, 4096), zeros(2052, 4096), 0)
+    assert not gather(zeros(3, 8), zeros(10, 8), 0), "the last rank has fewer rows"
+    assert not gather(zeros(0, 8), zeros(0, 8), 0)
+
+
+def test_results_elsewhere_go_through_memory_of_their_own(collectives: PushedCollectives):
+    """Words are written at multiples of 16 bytes, into one piece."""
+    out = zeros(8, 65)[:, 1:]
+    assert collectives.gather(zeros(8, 16), out, 1)
+    (_, into, _), _ = collectives._gather.call_args  # type: ignore[union-attr]
+    assert into.is_contiguous()
+    assert into is not out
+
+
+def test_words_of_four_are_read_where_they_lie():
+    x = torch.arange(24).bfloat16()
+    assert aligned(x) is x
+    assert aligned(x[4:12], 8).data_ptr() == x[4:].data_ptr()
+    for other in (x[1:9], x.view(3, 8).T):
+        found = aligned(other, 8)
+        assert torch.equal(found, other)
+        assert found.flatten().view(torch.int64).numel() == other.numel() // 4
+
+
+def test_sums_of_few_bf16_are_pushed(collectives: PushedCollectives):
+    assert collectives.takes_sum(zeros(1, 4096))
+    assert not collectives.takes_sum(zeros(1, 4096, dtype=torch.float32))
+    assert not collectives.takes_sum(zeros(3, 5)), "no whole words for each of four ranks"
+    assert not collectives.takes_sum(zeros(64, 4096)), "1.5 MB to three peers"
+
+
+def test_an_argmax_of_floats_up_to_32_bits_is_pushed(collectives: PushedCollectives):
+    indices = zeros(7, dtype=torch.int64)
+    kernel = MagicMock(return_value=(zeros(7), indices))
+    collectives._argmax = kernel
+    assert collectives.argmax(zeros(7), indices) is not None
+    assert collectives.argmax(zeros(7, dtype=torch.float64), indices) is None
+    assert collectives.argmax(zeros(7, dtype=torch.int64), indices) is None
+    assert collectives.argmax(zeros(1025), zeros(1025, dtype=torch.int64)) is None
+    assert kernel.call_count == 1
+
+
+def test_what_is_not_pushed_is_the_communicators(monkeypatch: pytest.MonkeyPatch):
+    taken = MagicMock(**{"gather.return_value": True, "takes_sum.return_value": True})
+    monkeypatch.setattr(late, "pushed_by", lambda workspace: taken)
+    matmuls, theirs = PeerMatmuls(MagicMock()), CommHandle(lambda: None)
+    xs = outs = [zeros(8)]
+
+    def start(kind: str, combine: str = "sum") -> CommHandle:
+        node = Collective(
+            kind=kind,  # type: ignore[arg-type]
+            mesh_axis="tp",
+            ins=("x",),
+            outs=("y",),
+            handle="h",
+            attrs=(("combine", combine),),
+        )
+        return matmuls.compile_collective(node, lambda xs, outs: theirs)(xs, outs)
+
+    assert start("all_gather") is theirs, "the program has no workspace"
+    matmuls._opened["tp"] = [MagicMock()]
+    assert start("all_gather") is DONE
+    assert start("all_reduce") is DONE
+    assert start("all_reduce", "max") is theirs
+    assert start("reduce_scatter") is theirs
+    taken.configure_mock(
+        **{
+            "gather.return_value": False,
+            "takes_sum.return_value": False,
+            "argmax.return_value": None,
+        }
+    )
+    assert start("all_gather") is theirs
+    assert start("all_reduce") is theirs
+    assert start("all_reduce", "argmax") is theirs
