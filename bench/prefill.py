@@ -3,13 +3,15 @@
     python -m bench.prefill "llama-3.2-1b prompt=512 batch=1" "qwen3-8b prompt=448 batch=16 tp=2"
 
 On the host's clock, from the prompts' tokens on the host to the first token of each there, by
-turns. Weights are random, bf16; both sides know the sizes from before, ours its programs, the peer
-its graph. With --at-once cases are set up at the same time, a process each, which takes torch long;
-then one after the other is timed alone. The floor is each product of a pass at cuBLAS's rate for
-its own shape, measured in the same run, and attention at ATTENTION_FLOPS, of a GPU's part of the
-model.
-Writes bench/results/prefill-<device>.json; `make tables` writes
-the table of docs/performance.md from it.
+turns. Before each call the GPUs have nothing to do for PAUSE_S, as those of a server that waits for
+a prompt; back to back, both sides run at the GPU's power limit and take longer. Weights are random,
+bf16; both sides know the sizes from before, ours its programs, the peer its graph. With --at-once
+cases are set up at the same time, a process each, which takes torch long; then one after the other
+is timed alone. The floor is each product of a pass at cuBLAS's rate for its own shape, measured in
+the same run, and attention at ATTENTION_FLOPS, of a GPU's part of the model.
+
+Writes bench/results/prefill-<device>.json; `make tables` writes the table of docs/performance.md
+from it.
 """
 
 import statistics
@@ -42,6 +44,7 @@ NARROW_FLOPS_PER_US = 400e6
 """At head dim 64 and below, where softmax takes more of the time."""
 ROUNDS = 15
 WARM_ROUNDS = 3
+PAUSE_S = 0.1
 BUDGET = EngineOptions().max_batched_tokens
 CACHED_BYTES = 2**28
 """Weights that are multiplied in turn, more than a GPU's cache holds."""
@@ -157,6 +160,7 @@ def measure(
     def run_round() -> None:
         for name, run in runs.items():
             torch.cuda.synchronize()
+            time.sleep(PAUSE_S)
             comm.barrier()
             start = time.perf_counter()
             run()
