@@ -67,6 +67,12 @@ class Matmuls(Protocol):
         """
         ...
 
+    def rehearse_collective(self, node: Collective) -> StartCollective | None:
+        """What launches the kernels of that, for a caller who sees to it that they are compiled and
+        do not run; None if it has none.
+        """
+        ...
+
 
 class SequentialMatmuls:
     """Torch's matmul, the communicator's collective before or after it."""
@@ -129,6 +135,10 @@ class SequentialMatmuls:
     def compile_collective(self, node: Collective, otherwise: StartCollective) -> StartCollective:
         """By the communicator."""
         return otherwise
+
+    def rehearse_collective(self, node: Collective) -> StartCollective | None:
+        """It has no kernels."""
+        return None
 
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -512,8 +512,18 @@ class _Rehearsal(_Compiler):
                 return self.storage(node)
             case ForLoop(index=name, body=body):
                 return self.loop(name, 1, self.block(body, index + 1))
+            case Collective(handle=handle) if handle in self.alone:
+                return self.rehearsed_collective(node)
             case _:
                 return None
+
+    def rehearsed_collective(self, node: Collective) -> Step | None:
+        start = self.matmuls.rehearse_collective(node)
+        if start is None:
+            return None
+        return lambda f: start(
+            [f.tensors[name] for name in node.ins], [f.tensors[name] for name in node.outs]
+        )
 
     def allocating(self, names: Sequence[str]) -> Step:
         """New memory for buffers; whole numbers are zeros, for some are places."""

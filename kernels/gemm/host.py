@@ -111,36 +111,56 @@ class PeerMatmuls:
         return run
 
     def compile_collective(self, node: Collective, otherwise: StartCollective) -> StartCollective:
-        """See Matmuls: what is small goes by a kernel, if the program has a workspace."""
-        opened = self._opened.get(node.mesh_axis)
-        if not opened:
+        """See Matmuls: what is small goes by a kernel, if the program has a workspace. All ranks of
+        the mesh open its memory together, when the first call comes: so they must be one team, for
+        stages of a pipeline make calls of their own.
+        """
+        workspace = self._pushing_workspace(node)
+        if workspace is None:
             return otherwise
-        pushed = late.pushed_by(opened[-1])
-        combine, dim = node.get("combine", "sum"), node.get("dim", 0)
-        assert isinstance(dim, int), "of a verified collective"
+        return _by_kernel(node, late.pushed_by(workspace), otherwise)
 
-        def gather(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> CommHandle:
-            return DONE if pushed.gather(xs[0], outs[0], dim) else otherwise(xs, outs)
+    def rehearse_collective(self, node: Collective) -> StartCollective | None:
+        """See Matmuls."""
+        workspace = self._pushing_workspace(node)
+        if workspace is None:
+            return None
+        return _by_kernel(node, late.rehearsed_by(workspace), lambda xs, outs: DONE)
 
-        def add(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> CommHandle:
-            if not pushed.takes_sum(xs[0]):
-                return otherwise(xs, outs)
-            pushed.sum(xs[0], outs[0])
-            return DONE
+    def _pushing_workspace(self, node: Collective) -> Workspace | None:
+        opened, mesh = self._opened.get(node.mesh_axis), self.comm.mesh
+        is_team = mesh.size(node.mesh_axis) == mesh.num_ranks
+        return opened[-1] if opened and is_team else None
 
-        def find_largest(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> CommHandle:
-            found = pushed.argmax(*xs)
-            if found is None:
-                return otherwise(xs, outs)
-            for out, result in zip(outs, found, strict=True):
-                out.copy_(result)
-            return DONE
 
-        match node.kind, combine:
-            case "all_gather", _:
-                return gather
-            case "all_reduce", "sum":
-                return add
-            case "all_reduce", "argmax":
-                return find_largest
-        return otherwise
+def _by_kernel(
+    node: Collective, pushed: "late.PushedCollectives", otherwise: StartCollective
+) -> StartCollective:
+    combine, dim = node.get("combine", "sum"), node.get("dim", 0)
+    assert isinstance(dim, int), "of a verified collective"
+
+    def gather(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> CommHandle:
+        return DONE if pushed.gather(xs[0], outs[0], dim) else otherwise(xs, outs)
+
+    def add(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> CommHandle:
+        if not pushed.takes_sum(xs[0]):
+            return otherwise(xs, outs)
+        pushed.sum(xs[0], outs[0])
+        return DONE
+
+    def find_largest(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> CommHandle:
+        found = pushed.argmax(*xs)
+        if found is None:
+            return otherwise(xs, outs)
+        for out, result in zip(outs, found, strict=True):
+            out.copy_(result)
+        return DONE
+
+    match node.kind, combine:
+        case "all_gather", _:
+            return gather
+        case "all_reduce", "sum":
+            return add
+        case "all_reduce", "argmax":
+            return find_largest
+    return otherwise

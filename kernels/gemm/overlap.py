@@ -99,8 +99,6 @@ def all_gather_matmul(
     parts = copied_rows(extents, choice.tiles)
     buffer = workspace.buffer((extents.rows, extents.depth), own.dtype)
     gather_rows(own, workspace, parts)
-    if is_final:
-        workspace.hold(own)
     columns = extents.columns if mixes is None else extents.columns // 2
     out = torch.empty(extents.rows, columns, dtype=own.dtype, device=own.device)
     stuck = Stuck(own.device, debug)
@@ -124,7 +122,7 @@ def all_gather_matmul(
     )
     spec = _spec(tiles, workspace, gathers=True, mixes=mixes, debug=debug)
     launch_matmul(buffer, b, out, spec, tiles.group, peering, stuck.words)
-    workspace.end(range(len(parts)), from_caller=not is_final)
+    workspace.end(range(len(parts)), copied=own, is_final=is_final)
     stuck.check(workspace)
     return out
 

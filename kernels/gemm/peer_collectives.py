@@ -41,11 +41,9 @@ def all_gather(own: Tensor, workspace: Workspace, *, is_final: bool = False) -> 
     rows = own.shape[0]
     full = workspace.buffer((rows * workspace.num_ranks, own.shape[1]), own.dtype)
     gather_rows(own, workspace, [rows])
-    if is_final:
-        workspace.hold(own)
     full[workspace.rank * rows :][:rows].copy_(own)
     workspace.await_peers(0)
-    workspace.end([0], from_caller=not is_final)
+    workspace.end([0], copied=own, is_final=is_final)
     return full
 
 

@@ -109,20 +109,23 @@ class Workspace:
         self._words.wait_stream(self.stream)
         write_word(self.arrival_address(peer, self.rank, word), 1, self._words)
 
-    def hold(self, own: Tensor) -> None:
-        """Keeps what copies of this call read, and nobody writes into, until the second next call
-        begins: the one between waits for all peers, whose last call was this one then.
-        """
-        self._held[self.turn] = own
-
     def end(
-        self, words: Iterable[int], counts: Iterable[int] = (), *, from_caller: bool = False
+        self,
+        words: Iterable[int],
+        counts: Iterable[int] = (),
+        *,
+        copied: Tensor | None = None,
+        is_final: bool = False,
     ) -> None:
         """Behind all that this call has been given, `words` of each peer and `counts` go back to 0.
-        from_caller: copies read what others may write into, so the current stream waits for them.
+        copied: the caller's, which copies of this call read. The current stream waits for these,
+        since the caller may write into it again; or, if it is final, it is kept until the second
+        next call begins: the one between waits for all peers, whose last call was this one then.
         """
         current = torch.cuda.current_stream()
-        if from_caller:
+        if copied is not None and is_final:
+            self._held[self.turn] = copied
+        elif copied is not None:
             current.wait_stream(self.stream)
         used = [
             self.arrival_address(self.rank, source, word)

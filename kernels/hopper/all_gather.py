@@ -23,6 +23,7 @@ from triton.experimental.gluon import language as gl
 
 from distmega.kernels.hopper.all_reduce import COPIES
 from distmega.kernels.hopper.ptx.arrivals import await_ranks, tell_ranks
+from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.symmetric import Team
 
 WORD_BYTES = 8
@@ -96,7 +97,9 @@ class PushedAllGather:
         """
         num_words = x.nbytes // WORD_BYTES
         length = x.element_size() * math.prod(x.shape[dim:]) // WORD_BYTES
-        gather_kernel[(-(-num_words // BLOCK.value),)](
+        launch(
+            gather_kernel,
+            (-(-num_words // BLOCK.value),),
             x.view(-1).view(torch.int64),
             out.view(-1).view(torch.int64),
             self._peers[self._team_rank],

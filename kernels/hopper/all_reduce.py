@@ -21,6 +21,7 @@ from distmega.errors import HangError, RequestError
 from distmega.kernels.hopper.ptx.device import bf16_pair, flagged, high_half, low_half
 from distmega.kernels.hopper.ptx.shapes import PER_THREAD, THREADS, TWOS
 from distmega.kernels.hopper.ptx.spins import spin_ranks
+from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.alarm import Alarm
 from distmega.kernels.runtime.report import REPORT_WORDS
 from distmega.kernels.runtime.symmetric import Team
@@ -152,7 +153,7 @@ class PushedAllReduce:
 
         RequestError for a size that does not divide into words of every rank.
         """
-        num_ranks = team.comm.mesh.size(team.axis)
+        num_ranks = team.size
         if num_elements % (8 * num_ranks):
             raise RequestError(
                 f"an all-reduce of {num_elements} elements over {num_ranks} ranks",
@@ -188,7 +189,9 @@ class PushedAllReduce:
                 remedy="see whether that rank made the same call",
             )
         kernel = reduce_one_shot if self._num_shots == 1 else reduce_two_shot
-        kernel[(self._num_programs,)](
+        launch(
+            kernel,
+            (self._num_programs,),
             x.view(torch.int32),
             out.view(torch.int32),
             self._report,

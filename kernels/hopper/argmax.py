@@ -20,6 +20,7 @@ from distmega.errors import HangError
 from distmega.kernels.hopper.all_reduce import COPIES
 from distmega.kernels.hopper.ptx.device import as_float, bits_of, flagged, key_of
 from distmega.kernels.hopper.ptx.spins import spin_ranks
+from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.alarm import Alarm
 from distmega.kernels.runtime.report import REPORT_WORDS
 from distmega.kernels.runtime.symmetric import Team
@@ -109,7 +110,9 @@ class PushedArgmax:
             )
         largest, where = torch.empty_like(values), torch.empty_like(indices)
         num_rows = len(values)
-        argmax_kernel[(-(-num_rows // ROWS.value),)](
+        launch(
+            argmax_kernel,
+            (-(-num_rows // ROWS.value),),
             values,
             indices,
             largest,

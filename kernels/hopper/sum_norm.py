@@ -30,6 +30,7 @@ from distmega.kernels.hopper.all_reduce import COPIES
 from distmega.kernels.hopper.ptx.arrivals import await_ranks, tell_ranks
 from distmega.kernels.hopper.ptx.device import bf16_pair, high_half, low_half
 from distmega.kernels.hopper.ptx.shapes import PER_THREAD, THREADS
+from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.symmetric import Team
 
 FOUR = 4
@@ -218,7 +219,9 @@ class PushedSumNorm:
         )
         y, total = torch.empty_like(x), torch.empty_like(x)
         given = x, residual, weight, weight if bias is None else bias, y, total
-        sum_norm_kernel[(x.shape[0],)](
+        launch(
+            sum_norm_kernel,
+            (x.shape[0],),
             *(each.view(torch.int64) for each in given),
             self._peers[self._team_rank],
             self._peers,

@@ -9,6 +9,7 @@ NVLink multicast stays off unless the environment turns it on. Next: hopper/one_
 """
 
 import importlib
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,41 @@ class Team:
     def gather(self, x: Tensor, out: Tensor) -> None:
         """The members' [1, n] parts side by side, cut to fit. Collective."""
         self.comm.all_gather(self.axis, x, out, 1).wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandInTeam(Team):
+    """The same ranks for kernels that are compiled and not run: what they share is new memory of
+    this rank, and no other is asked for anything.
+    """
+
+    def open(self, num_bytes: int) -> SymmetricMemory:
+        """Not zeroed."""
+        size = self.size
+        local = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        return SymmetricMemory(
+            team_rank=self.team_rank,
+            backend="CUDA",
+            local=local,
+            pointers=(local.data_ptr(),) * size,
+            _handle=_OwnBuffer(local),
+            _team_ranks=tuple(range(size)),
+        )
+
+
+class _OwnBuffer:
+    """What torch's handle of symmetric memory does, of one tensor for all ranks."""
+
+    offset = 0
+
+    def __init__(self, local: Tensor) -> None:
+        self._local = local
+
+    def get_buffer(
+        self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, first: int
+    ) -> Tensor:
+        num_elements = math.prod(shape)
+        return self._local.view(dtype)[first : first + num_elements].view(shape)
 
 
 def open_symmetric(

@@ -1,7 +1,12 @@
 """Which collectives a device may do in its own way: those that nothing runs beside."""
 
-import pytest
+from collections.abc import Sequence
 
+import pytest
+import torch
+from torch import Tensor
+
+from distmega.hostir.comm.collectives import CommHandle
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.ir.nodes import Collective
 from distmega.hostir.ir.text import parse_host
@@ -31,11 +36,21 @@ class NotingMatmuls(SequentialMatmuls):
     def __init__(self) -> None:
         super().__init__(SingleCommunicator(DeviceMesh(tp=1)))
         self.found: list[str] = []
+        self.rehearsed: list[tuple[Tensor, ...]] = []
 
     def compile_collective(self, node: Collective, otherwise: StartCollective) -> StartCollective:
         """As the base class does."""
         self.found.append(node.handle)
         return super().compile_collective(node, otherwise)
+
+    def rehearse_collective(self, node: Collective) -> StartCollective:
+        """Notes its operands."""
+
+        def start(xs: Sequence[Tensor], outs: Sequence[Tensor]) -> CommHandle:
+            self.rehearsed.append((*xs, *outs))
+            return CommHandle(lambda: None)
+
+        return start
 
 
 @pytest.mark.parametrize(
@@ -46,3 +61,13 @@ def test_a_collective_is_alone_if_its_wait_is_next(streams: int, between: str, e
     matmuls = NotingMatmuls()
     Evaluator(host, matmuls.comm, {}, matmuls=matmuls)
     assert matmuls.found == expected
+
+
+def test_a_rehearsal_calls_what_is_alone_with_its_operands():
+    matmuls, x = NotingMatmuls(), torch.zeros(2, 8)
+    for between in ("", BETWEEN):
+        host = parse_host(PROGRAM.format(streams=1, between=between))
+        Evaluator(host, matmuls.comm, {}, matmuls=matmuls).rehearse({"x": x})
+    ((given, out),) = matmuls.rehearsed
+    assert given is x
+    assert out.shape == x.shape

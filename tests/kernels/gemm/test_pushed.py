@@ -10,11 +10,15 @@ from distmega.hostir.comm.collectives import CommHandle
 from distmega.hostir.ir.nodes import Collective
 from distmega.kernels.gemm import late
 from distmega.kernels.gemm.host import DONE, PeerMatmuls
+from distmega.sharding.layout.mesh import DeviceMesh
 
 pytest.importorskip("triton")
 
 from distmega.kernels.gemm import pushed
 from distmega.kernels.gemm.pushed import PushedCollectives, aligned
+from distmega.kernels.runtime.ahead import launching_nothing
+from distmega.kernels.runtime.symmetric import StandInTeam
+from tests.kernels.offline import offline
 
 
 @pytest.fixture
@@ -23,6 +27,17 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> PushedCollectives:
     for name in ("PushedAllGather", "PushedAllReduce", "PushedArgmax"):
         monkeypatch.setattr(pushed, name, MagicMock(getattr(pushed, name)))
     return PushedCollectives(SimpleNamespace(size=4))  # type: ignore[arg-type]
+
+
+def node_of(kind: str, combine: str = "sum") -> Collective:
+    return Collective(
+        kind=kind,  # type: ignore[arg-type]
+        mesh_axis="tp",
+        ins=("x",),
+        outs=("y",),
+        handle="h",
+        attrs=(("combine", combine),),
+    )
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -75,21 +90,34 @@ def test_an_argmax_of_floats_up_to_32_bits_is_pushed(collectives: PushedCollecti
     assert kernel.call_count == 1
 
 
+def test_a_rehearsal_compiles_what_calls_launch(monkeypatch: pytest.MonkeyPatch):
+    """Each kernel as the second of two ranks has it, with nobody else there."""
+    empty = torch.empty
+
+    def on_host(*sizes: object, device: object = None, **options: object) -> torch.Tensor:
+        return empty(*sizes, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", on_host)
+    comm = SimpleNamespace(mesh=DeviceMesh(tp=2), rank=1)
+    team = StandInTeam(comm=comm, axis="tp")  # type: ignore[arg-type]
+    with offline(monkeypatch) as found, launching_nothing(torch.device("cpu")):
+        rehearsed = PushedCollectives(team)
+        assert rehearsed.gather(zeros(64, 32), zeros(64, 64), 1)
+        rehearsed.sum(zeros(1, 64), zeros(1, 64))
+        assert rehearsed.argmax(zeros(3), zeros(3, dtype=torch.int64)) is not None
+    names = "".join(kernel.ptx for kernel in found)
+    assert all(name in names for name in ("gather_kernel", "reduce_one_shot", "argmax_kernel"))
+
+
 def test_what_is_not_pushed_is_the_communicators(monkeypatch: pytest.MonkeyPatch):
     taken = MagicMock(**{"gather.return_value": True, "takes_sum.return_value": True})
     monkeypatch.setattr(late, "pushed_by", lambda workspace: taken)
-    matmuls, theirs = PeerMatmuls(MagicMock()), CommHandle(lambda: None)
+    comm = SimpleNamespace(mesh=DeviceMesh(tp=2))
+    matmuls, theirs = PeerMatmuls(comm), CommHandle(lambda: None)  # type: ignore[arg-type]
     xs = outs = [zeros(8)]
 
     def start(kind: str, combine: str = "sum") -> CommHandle:
-        node = Collective(
-            kind=kind,  # type: ignore[arg-type]
-            mesh_axis="tp",
-            ins=("x",),
-            outs=("y",),
-            handle="h",
-            attrs=(("combine", combine),),
-        )
+        node = node_of(kind, combine)
         return matmuls.compile_collective(node, lambda xs, outs: theirs)(xs, outs)
 
     assert start("all_gather") is theirs, "the program has no workspace"
@@ -98,6 +126,14 @@ def test_what_is_not_pushed_is_the_communicators(monkeypatch: pytest.MonkeyPatch
     assert start("all_reduce") is DONE
     assert start("all_reduce", "max") is theirs
     assert start("reduce_scatter") is theirs
+    comm.mesh = DeviceMesh(pp=2, tp=2)
+    assert start("all_gather") is theirs, "stages open no memory together"
+    assert matmuls.rehearse_collective(node_of("all_gather")) is None
+    comm.mesh = DeviceMesh(tp=2)
+    monkeypatch.setattr(late, "rehearsed_by", lambda workspace: taken)
+    rehearse = matmuls.rehearse_collective(node_of("all_gather"))
+    assert rehearse is not None
+    assert rehearse(xs, outs) is DONE
     taken.configure_mock(
         **{
             "gather.return_value": False,

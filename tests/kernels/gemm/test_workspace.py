@@ -150,10 +150,9 @@ def call(machine: Machine, made: module.Workspace, here: Stream, number: int, ki
         here.add(start)
     awaited = [*arrivals, *([ready] if made.waits_for_ready else [])]
     here.add(finish, lambda: all(machine.words.get(address, 0) for address in awaited))
-    own = Own(number, made.freed)
-    if kind == "final":
-        made.hold(own)
-    made.end([] if pushes else [0], [0] if sends else [], from_caller=kind == "gather")
+    own = None if sends or pushes else Own(number, made.freed)
+    words, counts = [] if pushes else [0], [0] if sends else []
+    made.end(words, counts, copied=own, is_final=kind == "final")
     del own
     use_freed(machine, made, here)
 
@@ -213,7 +212,9 @@ def forget_to_follow(made: module.Workspace) -> None:
 def forget_the_caller(made: module.Workspace) -> None:
     """The caller's memory is free again before it is copied."""
     end = made.end
-    made.end = lambda words, counts, from_caller: end(words, counts)
+    made.end = lambda words, counts, copied, is_final: end(
+        words, counts, copied=copied if is_final else None, is_final=is_final
+    )
 
 
 def take_words_as_ready(made: module.Workspace) -> None:
@@ -228,7 +229,10 @@ def push_before_words_are_clear(made: module.Workspace) -> None:
 
 def forget_to_hold(made: module.Workspace) -> None:
     """Rows that stay as they are lose their memory at once."""
-    made.hold = lambda own: None
+    end = made.end
+    made.end = lambda words, counts, copied, is_final: end(
+        words, counts, copied=None if is_final else copied, is_final=is_final
+    )
 
 
 def hold_for_a_call(made: module.Workspace) -> None:

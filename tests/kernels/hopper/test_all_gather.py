@@ -69,8 +69,8 @@ def test_it_takes_whole_words_up_to_its_capacity(monkeypatch: pytest.MonkeyPatch
 def test_it_compiles(monkeypatch: pytest.MonkeyPatch):
     """16 bytes an access where columns are joined; nothing is kept on the stack."""
     memory = SimpleNamespace(tensor=lambda rank, shape, dtype: torch.zeros(shape, dtype=dtype))
-    team = SimpleNamespace(size=2, team_rank=0, open=lambda num_bytes: memory)
-    x, out = (torch.zeros(64, n, dtype=torch.bfloat16) for n in (2048, 4096))
+    team = SimpleNamespace(size=3, team_rank=0, open=lambda num_bytes: memory)
+    x, out = (torch.zeros(64, n, dtype=torch.bfloat16) for n in (2048, 6144))
     with offline(monkeypatch) as found:
         PushedAllGather(team, x.nbytes)(x, out, 1)  # type: ignore[arg-type]
     (kernel,) = found

@@ -59,7 +59,7 @@ def test_rows_have_the_largest_of_all_ranks(ranks: int, dtype: torch.dtype):
 
 def test_it_compiles(monkeypatch: pytest.MonkeyPatch):
     memory = SimpleNamespace(tensor=lambda rank, shape, dtype: torch.zeros(shape, dtype=dtype))
-    team = SimpleNamespace(size=2, team_rank=0, open=lambda num_bytes: memory)
+    team = SimpleNamespace(size=3, team_rank=0, open=lambda num_bytes: memory)
     with offline(monkeypatch) as found:
         run = PushedArgmax(team, 64, 1.0)  # type: ignore[arg-type]
         run(torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64))
