@@ -22,14 +22,9 @@ from rich.text import Text
 
 from distmega import __version__
 from distmega.arguments import require_whole
+from distmega.cli import explain
 from distmega.cli.calibration import calibrate_machine
 from distmega.cli.doctor import examine, gather_facts
-from distmega.cli.explain import (
-    collect_decode,
-    usual_machine,
-    write_page,
-    write_report,
-)
 from distmega.cli.loading_bar import show_loading
 from distmega.cli.streams import (
     STDIN,
@@ -401,8 +396,10 @@ def _explain(command: Explain, console: Console) -> None:
         with naming_unwritable(command.html, "html"):
             require_writable(command.html)
     config = read_config(command.model)
-    machine = usual_machine(config) if command.machine == "auto" else MACHINES[command.machine]
-    report = collect_decode(
+    machine = (
+        explain.usual_machine(config) if command.machine == "auto" else MACHINES[command.machine]
+    )
+    report = explain.collect_decode(
         command.model,
         config,
         model_mesh(request.tp, request.pp),
@@ -413,11 +410,11 @@ def _explain(command: Explain, console: Console) -> None:
     )
     if command.html:
         with naming_unwritable(command.html, "html"):
-            replace_text(command.html, write_page(report))
+            replace_text(command.html, explain.write_page(report))
     if command.json:
         console.file.write(json.dumps(asdict(report), indent=1) + "\n")
         return
-    for title, text in write_report(report, full=command.full):
+    for title, text in explain.write_report(report, full=command.full):
         console.rule(title, align="left")
         say(console, text)
     if command.html:

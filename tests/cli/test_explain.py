@@ -259,7 +259,7 @@ def test_a_page_that_can_not_be_written_is_told_before_the_model_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(
-        "distmega.cli.main.collect_decode", lambda *_given, **_kw: pytest.fail("it plans")
+        "distmega.cli.explain.collect_decode", lambda *_given, **_kw: pytest.fail("it plans")
     )
     for path in tmp_path, tmp_path / "no" / "a.html":
         assert main(["explain", "tiny-llama", "--html", str(path)]) == 2

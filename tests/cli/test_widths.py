@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from distmega.cli import main as cli
+from distmega.cli import explain
 from distmega.cli.main import main
 from distmega.cli.streams import wrap_text
 
@@ -49,7 +49,8 @@ def shown(
 def test_no_line_is_broken_within_a_word(
     name: str, shown: Callable[[list[str], int], str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(cli, "collect_decode", cache(cli.collect_decode))  # all widths tell it
+    planned = cache(explain.collect_decode)  # all widths tell it
+    monkeypatch.setattr(explain, "collect_decode", planned)
     wide = shown(COMMANDS[name], 900)
     for columns in (80, 120):
         text = shown(COMMANDS[name], columns)

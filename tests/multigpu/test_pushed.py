@@ -16,7 +16,11 @@ from tests.multigpu.ranks import ON_GPUS
 
 HERE = "tests.multigpu.test_pushed"
 
-SHAPES = [((1, 4096), 0), ((2048, 2048), 1), ((3, 5, 40), 1), ((100, 260), 0), ((1024, 4096), 0)]
+
+def shapes_of(size: int) -> list[tuple[tuple[int, ...], int]]:
+    """Of each rank's part, and the dim to gather: up to 16 MB together."""
+    few = ((1, 4096), 0), ((3, 5, 40), 1), ((100, 260), 0)
+    return [*few, ((2048, 4096 // size), 1), ((2048 // size, 4096), 0)]
 
 
 def collective(kind: str, **attrs: int | str) -> Collective:
@@ -55,7 +59,7 @@ def push_often(comm: NcclCommunicator) -> None:
             assert torch.equal(want, got)
 
     for number in range(3):
-        for shape, dim in SHAPES:
+        for shape, dim in shapes_of(size):
             parts = [values(r + 10 * number, *shape, dtype=torch.bfloat16) for r in range(size)]
             whole = torch.cat(parts, dim)
             often(collective("all_gather", dim=dim), [parts[rank]], [whole], dim == number % 2)
