@@ -37,6 +37,11 @@ class CommHandle:
         if finish is not None:
             finish()
 
+    @property
+    def arrives(self) -> bool:
+        """Whether `follow` can tell the transfer's end."""
+        return self._arrive is not None
+
     def follow(self) -> None:
         """The current stream goes on after the transfer; what `wait` does with it is still to do.
         Nothing where the transport can't tell.

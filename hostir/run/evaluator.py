@@ -521,9 +521,12 @@ class _Rehearsal(_Compiler):
         start = self.matmuls.rehearse_collective(node)
         if start is None:
             return None
-        return lambda f: start(
-            [f.tensors[name] for name in node.ins], [f.tensors[name] for name in node.outs]
-        )
+
+        def rehearse(f: Frame) -> None:
+            outs = [torch.empty_like(f.tensors[name]) for name in node.outs]
+            start([f.tensors[name] for name in node.ins], outs)
+
+        return rehearse
 
     def allocating(self, names: Sequence[str]) -> Step:
         """New memory for buffers; whole numbers are zeros, for some are places."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from distmega.hostir.comm.collectives import CommHandle
 from distmega.hostir.ir.nodes import (
     Collective,
     EndCoalescing,
@@ -114,13 +115,20 @@ class Timeline:
                     self._marks.append(_Mark(f"stream {self._stream}", word, begin, end))
                 case Collective() | EndCoalescing() | Send() | Recv() if node.handle:
                     axis = node.mesh_axis if isinstance(node, Collective) else "transfers"
-                    with torch.cuda.stream(self._beside):
-                        frame.handles[node.handle].follow()
-                        end.record()
+                    self._record_end(frame.handles[node.handle], end)
                     track = f"communication {axis}"
                     self._marks.append(_Mark(track, node.handle, begin, end))
 
         return marked
+
+    def _record_end(self, handle: CommHandle, end: torch.cuda.Event) -> None:
+        """Behind the transfer; or on the current stream, which does those that have no other."""
+        if not handle.arrives:
+            end.record()
+            return
+        with torch.cuda.stream(self._beside):
+            handle.follow()
+            end.record()
 
     def spans(self) -> Iterator[Span]:
         """All of the run, once it is over: the GPU's tracks, then the host's."""

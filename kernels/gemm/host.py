@@ -5,6 +5,7 @@ which an Evaluator is given. Next: api.py.
 """
 
 from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -34,6 +35,8 @@ class PeerMatmuls:
     def __init__(self, comm: NcclCommunicator) -> None:
         self.comm = comm
         self._opened: dict[str, list[Workspace]] = {}
+        self._rehearsed: WeakValueDictionary[str, late.PushedCollectives] = WeakValueDictionary()
+        """By mesh axis, as long as a rehearsal lasts."""
 
     def open_symmetric_buffers(self, symmetric_buffers: Sequence[SymmetricBuffer]) -> None:
         """LaunchError, on all ranks, where they do not reach each other's memory."""
@@ -125,7 +128,10 @@ class PeerMatmuls:
         workspace = self._pushing_workspace(node)
         if workspace is None:
             return None
-        return _by_kernel(node, late.rehearsed_by(workspace), lambda xs, outs: DONE)
+        rehearsed = self._rehearsed.get(node.mesh_axis)
+        if rehearsed is None:
+            rehearsed = self._rehearsed[node.mesh_axis] = late.rehearsed_by(workspace)
+        return _by_kernel(node, rehearsed, lambda xs, outs: DONE)
 
     def _pushing_workspace(self, node: Collective) -> Workspace | None:
         opened, mesh = self._opened.get(node.mesh_axis), self.comm.mesh

@@ -93,10 +93,11 @@ class PushedCollectives:
         return True
 
     def argmax(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The largest of all ranks' values and its index, each as given, indices below 2^31; None
-        if it is one for others, the same on all ranks.
+        """The largest of all ranks' values and its index, i64, each as given; None if it is one for
+        others, the same on all ranks.
         """
         known = values.is_floating_point() and values.element_size() <= torch.float32.itemsize
+        known = known and indices.dtype is torch.int64
         if not known or not 0 < values.numel() <= COMPARED_ROWS:
             return None
         if self._argmax is None:

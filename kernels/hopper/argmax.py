@@ -28,8 +28,8 @@ from distmega.kernels.runtime.symmetric import Team
 ROWS = gl.constexpr(32)
 """Of a program: one a thread."""
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-PAIR = gl.constexpr(2)
-"""Words of a row: value and index."""
+WORDS = gl.constexpr(4)
+"""Of a row: its value, the halves of its index, and one that makes two pairs of three."""
 
 
 @gluon.jit
@@ -40,12 +40,18 @@ def order_of(bits):
     return gl.where(size > 0x7F800000, 0x7FFFFFFF, order)
 
 
+@gluon.jit
+def index_of(low, high):
+    """i64 from its halves, int32."""
+    return (high.to(gl.int64) << 32) | (low.to(gl.int64) & 0xFFFFFFFF)
+
+
 @gluon.jit(do_not_specialize=["team_rank", "num_rows"])
 def argmax_kernel(values, indices, largest, where, report, mine, peers, epochs, team_rank, num_rows,
                   capacity, ranks: gl.constexpr):  # fmt: skip
     """values: of a float type, indices: i64, both [num_rows], read; largest, where: as these,
     written; all local. report: see ptx/spins.py, right before mine. mine: int64 [2, ranks,
-    capacity, PAIR], zeroed before the first launch, written by all ranks; peers: `mine` of all
+    capacity, WORDS], zeroed before the first launch, written by all ranks; peers: `mine` of all
     ranks, team_rank being this one. epochs: int32, one a program, of launches, zeroed when
     allocated and written by that program alone.
     """
@@ -53,26 +59,31 @@ def argmax_kernel(values, indices, largest, where, report, mine, peers, epochs, 
     flag = gl.load(epochs + pid) + 1
     row = pid * ROWS + gl.arange(0, ROWS, layout=LANES)
     wanted = row < num_rows
-    part = PAIR * capacity
-    at = (flag & 1) * ranks * part + PAIR * row
+    part = WORDS * capacity
+    at = (flag & 1) * ranks * part + WORDS * row
     value = bits_of(gl.load(values + row, mask=wanted, other=0).to(gl.float32))
-    index = gl.load(indices + row, mask=wanted, other=0).to(gl.int32)
+    index = gl.load(indices + row, mask=wanted, other=0)
     for rank in gl.static_range(ranks):
         to = peers[rank] + at + team_rank * part
         gl.store(to, flagged(value, flag), mask=wanted)
         gl.store(to + 1, flagged(index, flag), mask=wanted)
-    found = spin_ranks(report, mine + at, part.to(gl.int64) * 8, flag, wanted, ranks)
-    value = found[0]
-    index = found[1]
+        gl.store(to + 2, flagged(index >> 32, flag), mask=wanted)
+        gl.store(to + 3, flagged(value, flag), mask=wanted)
+    stride = part.to(gl.int64) * 8
+    first = spin_ranks(report, mine + at, stride, flag, wanted, ranks)
+    second = spin_ranks(report, mine + at + 2, stride, flag, wanted, ranks)
+    value = first[0]
+    index = index_of(first[1], second[0])
     most = order_of(value)
     for rank in gl.static_range(1, ranks):
-        order = order_of(found[2 * rank])
-        better = (order > most) | ((order == most) & (found[2 * rank + 1] < index))
-        value = gl.where(better, found[2 * rank], value)
-        index = gl.where(better, found[2 * rank + 1], index)
+        order = order_of(first[2 * rank])
+        there = index_of(first[2 * rank + 1], second[2 * rank])
+        better = (order > most) | ((order == most) & (there < index))
+        value = gl.where(better, first[2 * rank], value)
+        index = gl.where(better, there, index)
         most = gl.where(better, order, most)
     gl.store(largest + row, as_float(value), mask=wanted)
-    gl.store(where + row, index.to(gl.int64), mask=wanted)
+    gl.store(where + row, index, mask=wanted)
     gl.store(epochs + pid, flag)
 
 
@@ -84,7 +95,7 @@ class PushedArgmax:
         self._ranks, self._team_rank = team.size, team.team_rank
         num_programs = -(-num_rows // ROWS.value)
         self._capacity = num_programs * ROWS.value
-        num_words = REPORT_WORDS + COPIES * self._ranks * self._capacity * PAIR.value
+        num_words = REPORT_WORDS + COPIES * self._ranks * self._capacity * WORDS.value
         self._memory = team.open(8 * num_words)
         words = [
             self._memory.tensor(rank, (num_words,), torch.int64) for rank in range(self._ranks)
@@ -97,11 +108,11 @@ class PushedArgmax:
 
     def __call__(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """The largest of all ranks' values, a float type of at most 32 bits [rows], and its index,
-        i64 [rows] below 2^31; every rank must call. HangError if a peer did not push in an earlier
+        i64 [rows]; every rank must call. HangError if a peer did not push in an earlier
         call, whose result is void.
         """
         if report := self._alarm.take():
-            owner = (report.word - REPORT_WORDS) // (self._capacity * PAIR.value) % self._ranks
+            owner = (report.word - REPORT_WORDS) // (self._capacity * WORDS.value) % self._ranks
             raise HangError(
                 f"rank {self._team_rank}, program {report.last} of an argmax waited "
                 f"{self._alarm.limit_s:g} s for word {report.word}",

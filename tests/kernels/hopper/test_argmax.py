@@ -28,12 +28,13 @@ def test_rows_have_the_largest_of_all_ranks(ranks: int, dtype: torch.dtype):
     """Values that tie, zeros of both signs, NaN; launches of changing rows."""
     torch.manual_seed(0)
     capacity = 64
-    peers = [Pointer(torch.zeros(4 * ranks * capacity, dtype=torch.int64)) for _ in range(ranks)]
+    peers = [Pointer(torch.zeros(8 * ranks * capacity, dtype=torch.int64)) for _ in range(ranks)]
     epochs = [torch.zeros(2, dtype=torch.int32) for _ in range(ranks)]
     launches = []
     for rows in (1, 40, 32, 3, 64):
         values = ODD[torch.randint(len(ODD), (ranks, rows))].to(dtype)
         indices = torch.stack([torch.randperm(ranks) for _ in range(rows)], 1)
+        indices = indices * 2**31 + torch.randint(2**33, (rows,))  # of 35 bits
         launches.append((values, indices))
     results = [
         [(torch.empty_like(v[0]), torch.empty_like(p[0])) for v, p in launches] for _ in peers
