@@ -96,9 +96,9 @@ class PushedCollectives:
         """The largest of all ranks' values and its index, i64, each as given; None if it is one for
         others, the same on all ranks.
         """
-        known = values.is_floating_point() and values.element_size() <= torch.float32.itemsize
-        known = known and indices.dtype is torch.int64
-        if not known or not 0 < values.numel() <= COMPARED_ROWS:
+        is_narrow = values.is_floating_point() and values.element_size() <= torch.float32.itemsize
+        is_known = is_narrow and indices.dtype is torch.int64
+        if not is_known or not 0 < values.numel() <= COMPARED_ROWS:
             return None
         if self._argmax is None:
             self._argmax = PushedArgmax(self._team, COMPARED_ROWS, LONGEST_WAIT_S)

@@ -21,8 +21,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from distmega.kernels.hopper.all_reduce import COPIES
 from distmega.kernels.hopper.ptx.arrivals import await_ranks, tell_ranks
+from distmega.kernels.hopper.pushed_memory import ArrivalMemory
 from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.symmetric import Team
 
@@ -71,18 +71,10 @@ class PushedAllGather:
 
     def __init__(self, team: Team, num_bytes: int) -> None:
         """Collective."""
-        self._ranks, self._team_rank = team.size, team.team_rank
-        self._num_blocks = -(-num_bytes // (WORD_BYTES * BLOCK.value))
-        self._capacity = self._num_blocks * BLOCK.value
-        held, slots = (COPIES * self._ranks * n for n in (self._capacity, self._num_blocks))
-        num_words = held + -(-slots // 2)
-        self._memory = team.open(WORD_BYTES * num_words)
-        self._peers = tuple(
-            self._memory.tensor(rank, (num_words,), torch.int64) for rank in range(self._ranks)
-        )
-        self._words = tuple(words[held:].view(torch.int32) for words in self._peers)
-        device = self._peers[0].device
-        self._epochs = torch.zeros(self._num_blocks, dtype=torch.int32, device=device)
+        self._ranks = team.size
+        num_blocks = -(-num_bytes // (WORD_BYTES * BLOCK.value))
+        self._capacity = num_blocks * BLOCK.value
+        self._memory = ArrivalMemory(team, num_blocks, BLOCK.value)
 
     def takes(self, x: Tensor, dim: int) -> bool:
         """Whether there is room, and parts that lie together are whole words: alike on all
@@ -102,12 +94,7 @@ class PushedAllGather:
             (-(-num_words // BLOCK.value),),
             x.view(-1).view(torch.int64),
             out.view(-1).view(torch.int64),
-            self._peers[self._team_rank],
-            self._peers,
-            self._words[self._team_rank],
-            self._words,
-            self._epochs,
-            self._team_rank,
+            *self._memory.arguments,
             num_words,
             length,
             self._capacity,

@@ -17,18 +17,16 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from distmega.errors import HangError, RequestError
+from distmega.errors import RequestError
 from distmega.kernels.hopper.ptx.device import bf16_pair, flagged, high_half, low_half
 from distmega.kernels.hopper.ptx.shapes import PER_THREAD, THREADS, TWOS
 from distmega.kernels.hopper.ptx.spins import spin_ranks
+from distmega.kernels.hopper.pushed_memory import FlaggedMemory
 from distmega.kernels.runtime.ahead import launch
-from distmega.kernels.runtime.alarm import Alarm
-from distmega.kernels.runtime.report import REPORT_WORDS
 from distmega.kernels.runtime.symmetric import Team
 
 CHUNK_WORDS = gl.constexpr(512)
 """Words that a program pushes or sums at a time: two a thread."""
-COPIES = 2
 
 
 @gluon.jit
@@ -161,44 +159,24 @@ class PushedAllReduce:
                 remedy="pad the tensor, or reduce over NCCL",
             )
         num_words, self._num_ranks = num_elements // 2, num_ranks
-        self._num_shots, self._chunks, self._team_rank = num_shots, chunks, team.team_rank
+        self._num_shots, self._chunks = num_shots, chunks
         self._share = num_words // (num_ranks if num_shots == 2 else 1)
         self._num_programs = -(-self._share // (CHUNK_WORDS.value * chunks))
-        held = COPIES * num_words * (num_ranks if num_shots == 1 else 2)
-        self._memory = team.open(8 * (held + REPORT_WORDS))
-        words = [
-            self._memory.tensor(rank, (held + REPORT_WORDS,), torch.int64)
-            for rank in range(num_ranks)
-        ]
-        self._report = words[team.team_rank]
-        self._alarm = Alarm(self._report, timeout_s)
-        self._peers = tuple(each[REPORT_WORDS:] for each in words)
-        self._mine = self._peers[team.team_rank]
-        self._epochs = torch.zeros_like(self._mine[: self._num_programs], dtype=torch.int32)
+        held = num_words * (num_ranks if num_shots == 1 else 2)
+        self._memory = FlaggedMemory(team, held, self._num_programs, "all-reduce", timeout_s)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """out = the sum of all ranks' x, bf16 [num_elements]; every rank must call. HangError if a
         peer did not push in an earlier call, whose sum is void.
         """
-        if report := self._alarm.take():
-            owner = (report.word - REPORT_WORDS) // self._share % self._num_ranks
-            raise HangError(
-                f"rank {self._team_rank}, program {report.last} of an all-reduce waited "
-                f"{self._alarm.limit_s:g} s for word {report.word}",
-                expected=f"what rank {owner} pushes in launch {report.flag}",
-                remedy="see whether that rank made the same call",
-            )
+        self._memory.check(self._share)
         kernel = reduce_one_shot if self._num_shots == 1 else reduce_two_shot
         launch(
             kernel,
             (self._num_programs,),
             x.view(torch.int32),
             out.view(torch.int32),
-            self._report,
-            self._mine,
-            self._peers,
-            self._epochs,
-            self._team_rank,
+            *self._memory.arguments,
             self._share,
             RANKS=self._num_ranks,
             CHUNKS=self._chunks,

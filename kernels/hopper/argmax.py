@@ -16,13 +16,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from distmega.errors import HangError
-from distmega.kernels.hopper.all_reduce import COPIES
 from distmega.kernels.hopper.ptx.device import as_float, bits_of, flagged, key_of
 from distmega.kernels.hopper.ptx.spins import spin_ranks
+from distmega.kernels.hopper.pushed_memory import FlaggedMemory
 from distmega.kernels.runtime.ahead import launch
-from distmega.kernels.runtime.alarm import Alarm
-from distmega.kernels.runtime.report import REPORT_WORDS
 from distmega.kernels.runtime.symmetric import Team
 
 ROWS = gl.constexpr(32)
@@ -92,33 +89,19 @@ class PushedArgmax:
 
     def __init__(self, team: Team, num_rows: int, timeout_s: float) -> None:
         """Collective. timeout_s: bound on a wait for a peer."""
-        self._ranks, self._team_rank = team.size, team.team_rank
+        self._ranks = team.size
         num_programs = -(-num_rows // ROWS.value)
         self._capacity = num_programs * ROWS.value
-        num_words = REPORT_WORDS + COPIES * self._ranks * self._capacity * WORDS.value
-        self._memory = team.open(8 * num_words)
-        words = [
-            self._memory.tensor(rank, (num_words,), torch.int64) for rank in range(self._ranks)
-        ]
-        self._report = words[self._team_rank]
-        self._alarm = Alarm(self._report, timeout_s)
-        self._peers = tuple(each[REPORT_WORDS:] for each in words)
-        device = self._report.device
-        self._epochs = torch.zeros(num_programs, dtype=torch.int32, device=device)
+        self._share = self._capacity * WORDS.value
+        held = self._ranks * self._share
+        self._memory = FlaggedMemory(team, held, num_programs, "argmax", timeout_s)
 
     def __call__(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """The largest of all ranks' values, a float type of at most 32 bits [rows], and its index,
         i64 [rows]; every rank must call. HangError if a peer did not push in an earlier
         call, whose result is void.
         """
-        if report := self._alarm.take():
-            owner = (report.word - REPORT_WORDS) // (self._capacity * WORDS.value) % self._ranks
-            raise HangError(
-                f"rank {self._team_rank}, program {report.last} of an argmax waited "
-                f"{self._alarm.limit_s:g} s for word {report.word}",
-                expected=f"what rank {owner} pushes in launch {report.flag}",
-                remedy="see whether that rank made the same call",
-            )
+        self._memory.check(self._share)
         largest, where = torch.empty_like(values), torch.empty_like(indices)
         num_rows = len(values)
         launch(
@@ -128,11 +111,7 @@ class PushedArgmax:
             indices,
             largest,
             where,
-            self._report,
-            self._peers[self._team_rank],
-            self._peers,
-            self._epochs,
-            self._team_rank,
+            *self._memory.arguments,
             num_rows,
             self._capacity,
             ranks=self._ranks,

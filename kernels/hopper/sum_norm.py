@@ -26,10 +26,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from distmega.kernels.hopper.all_reduce import COPIES
 from distmega.kernels.hopper.ptx.arrivals import await_ranks, tell_ranks
 from distmega.kernels.hopper.ptx.device import bf16_pair, high_half, low_half
 from distmega.kernels.hopper.ptx.shapes import PER_THREAD, THREADS
+from distmega.kernels.hopper.pushed_memory import ArrivalMemory
 from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.symmetric import Team
 
@@ -189,17 +189,8 @@ class PushedSumNorm:
     def __init__(self, team: Team, columns: int, capacity: int) -> None:
         """Collective. columns: of a row, a multiple of FOUR. capacity: most rows of a call."""
         assert columns % FOUR == 0, "a thread has four elements"
-        self._ranks, self._team_rank = team.size, team.team_rank
-        self._fours, self._capacity = columns // FOUR, capacity
-        slots = COPIES * self._ranks * capacity
-        held = slots * self._fours
-        num_words = held + -(-slots // 2)
-        self._memory = team.open(8 * num_words)
-        self._peers = tuple(
-            self._memory.tensor(rank, (num_words,), torch.int64) for rank in range(self._ranks)
-        )
-        self._words = tuple(words[held:].view(torch.int32) for words in self._peers)
-        self._epochs = torch.zeros(capacity, dtype=torch.int32, device=self._peers[0].device)
+        self._ranks, self._fours, self._capacity = team.size, columns // FOUR, capacity
+        self._memory = ArrivalMemory(team, capacity, self._fours)
 
     def __call__(
         self,
@@ -223,12 +214,7 @@ class PushedSumNorm:
             sum_norm_kernel,
             (x.shape[0],),
             *(each.view(torch.int64) for each in given),
-            self._peers[self._team_rank],
-            self._peers,
-            self._words[self._team_rank],
-            self._words,
-            self._epochs,
-            self._team_rank,
+            *self._memory.arguments,
             self._capacity,
             eps,
             spec=spec,

@@ -10,6 +10,8 @@ from torch import Tensor
 from distmega.errors import CheckError
 from distmega.hostir.check.check import check_host
 from distmega.hostir.ir.nodes import (
+    Collective,
+    CollectiveKind,
     ForLoop,
     HostProgram,
     Node,
@@ -28,6 +30,18 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import shard
 from distmega.sharding.localize import LocalProgram, localize
 from distmega.sharding.planner import plan_program
+
+
+def collective_of(kind: CollectiveKind, **attrs: int | str) -> Collective:
+    """One of x into y over tp."""
+    return Collective(
+        kind=kind,
+        mesh_axis="tp",
+        ins=("x",),
+        outs=("y",),
+        handle="h",
+        attrs=tuple(attrs.items()),
+    )
 
 
 def local(program: Program, mesh: DeviceMesh | None = None) -> LocalProgram:

@@ -11,6 +11,7 @@ from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import Collective
 from distmega.hostir.lower.matmul_nodes import SymmetricBuffer
 from distmega.kernels.gemm.host import DONE, PeerMatmuls
+from tests.hostir.programs import collective_of
 from tests.hostir.ranks import values
 from tests.multigpu.ranks import ON_GPUS
 
@@ -21,17 +22,6 @@ def shapes_of(size: int) -> list[tuple[tuple[int, ...], int]]:
     """Of each rank's part, and the dim to gather: up to 16 MB together."""
     few = ((1, 4096), 0), ((3, 5, 40), 1), ((100, 260), 0)
     return [*few, ((2048, 4096 // size), 1), ((2048 // size, 4096), 0)]
-
-
-def collective(kind: str, **attrs: int | str) -> Collective:
-    return Collective(
-        kind=kind,  # type: ignore[arg-type]
-        mesh_axis="tp",
-        ins=("x",),
-        outs=("y",),
-        handle="h",
-        attrs=tuple(attrs.items()),
-    )
 
 
 def push_often(comm: NcclCommunicator) -> None:
@@ -62,15 +52,15 @@ def push_often(comm: NcclCommunicator) -> None:
         for shape, dim in shapes_of(size):
             parts = [values(r + 10 * number, *shape, dtype=torch.bfloat16) for r in range(size)]
             whole = torch.cat(parts, dim)
-            often(collective("all_gather", dim=dim), [parts[rank]], [whole], dim == number % 2)
+            often(collective_of("all_gather", dim=dim), [parts[rank]], [whole], dim == number % 2)
             if parts[0].numel() % (8 * size) == 0 and parts[0].nbytes * (size - 1) <= 2**20:
                 total = sum((x.float() for x in parts[1:]), parts[0].float()).bfloat16()
-                often(collective("all_reduce", combine="sum"), [parts[rank]], [total], dim == 0)
+                often(collective_of("all_reduce", combine="sum"), [parts[rank]], [total], dim == 0)
         for rows in (1, 16, 77):
             found = torch.stack([values(r + number, rows).round() for r in range(size)]).bfloat16()
             indices = torch.arange(size)[:, None] * 1000 + torch.arange(rows)
             expected = list(combine_parts(list(zip(found, indices, strict=True)), "argmax"))
-            node = collective("all_reduce", combine="argmax")
+            node = collective_of("all_reduce", combine="argmax")
             often(node, [found[rank], indices[rank]], expected, rows == 16)
     torch.cuda.synchronize()
     comm.barrier()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distmega.hostir.comm.collectives import CommHandle
-from distmega.hostir.ir.nodes import Collective
+from distmega.hostir.ir.nodes import CollectiveKind
 from distmega.kernels.gemm import late
 from distmega.kernels.gemm.host import DONE, PeerMatmuls
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -18,6 +18,7 @@ from distmega.kernels.gemm import pushed
 from distmega.kernels.gemm.pushed import PushedCollectives, aligned
 from distmega.kernels.runtime.ahead import launching_nothing
 from distmega.kernels.runtime.symmetric import StandInTeam
+from tests.hostir.programs import collective_of
 from tests.kernels.offline import offline
 
 
@@ -27,17 +28,6 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> PushedCollectives:
     for name in ("PushedAllGather", "PushedAllReduce", "PushedArgmax"):
         monkeypatch.setattr(pushed, name, MagicMock(getattr(pushed, name)))
     return PushedCollectives(SimpleNamespace(size=4))  # type: ignore[arg-type]
-
-
-def node_of(kind: str, combine: str = "sum") -> Collective:
-    return Collective(
-        kind=kind,  # type: ignore[arg-type]
-        mesh_axis="tp",
-        ins=("x",),
-        outs=("y",),
-        handle="h",
-        attrs=(("combine", combine),),
-    )
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -116,8 +106,8 @@ def test_what_is_not_pushed_is_the_communicators(monkeypatch: pytest.MonkeyPatch
     matmuls, theirs = PeerMatmuls(comm), CommHandle(lambda: None)  # type: ignore[arg-type]
     xs = outs = [zeros(8)]
 
-    def start(kind: str, combine: str = "sum") -> CommHandle:
-        node = node_of(kind, combine)
+    def start(kind: CollectiveKind, combine: str = "sum") -> CommHandle:
+        node = collective_of(kind, combine=combine)
         return matmuls.compile_collective(node, lambda xs, outs: theirs)(xs, outs)
 
     assert start("all_gather") is theirs, "the program has no workspace"
@@ -128,10 +118,10 @@ def test_what_is_not_pushed_is_the_communicators(monkeypatch: pytest.MonkeyPatch
     assert start("reduce_scatter") is theirs
     comm.mesh = DeviceMesh(pp=2, tp=2)
     assert start("all_gather") is theirs, "stages open no memory together"
-    assert matmuls.rehearse_collective(node_of("all_gather")) is None
+    assert matmuls.rehearse_collective(collective_of("all_gather")) is None
     comm.mesh = DeviceMesh(tp=2)
     monkeypatch.setattr(late, "rehearsed_by", lambda workspace: taken)
-    rehearse = matmuls.rehearse_collective(node_of("all_gather"))
+    rehearse = matmuls.rehearse_collective(collective_of("all_gather"))
     assert rehearse is not None
     assert rehearse(xs, outs) is DONE
     taken.configure_mock(

@@ -23,7 +23,6 @@ WORDS = int(BLOCK.value)
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_tensors_of_changing_sizes_are_joined_along_any_dim(ranks: int):
-    """Programs of a launch in an order of its own on each rank."""
     torch.manual_seed(0)
     blocks = 3
     capacity = blocks * WORDS
@@ -39,8 +38,7 @@ def test_tensors_of_changing_sizes_are_joined_along_any_dim(ranks: int):
     def run(rank: int) -> None:
         for (xs, dim), out in zip(launches, results[rank], strict=True):
             x = xs[rank]
-            numbers = range(-(-x.numel() // WORDS))
-            for number in numbers:
+            for number in range(-(-x.numel() // WORDS)):
                 Program(all_gather, number, changed).scope()["gather_kernel"](
                     Pointer(x.flatten()), Pointer(out.view(-1)), peers[rank], peers, words[rank],
                     words, Pointer(epochs[rank]), Scalar(rank), x.numel(),
@@ -53,7 +51,7 @@ def test_tensors_of_changing_sizes_are_joined_along_any_dim(ranks: int):
             assert torch.equal(want, got)
 
 
-def test_it_takes_whole_words_up_to_its_capacity(monkeypatch: pytest.MonkeyPatch):
+def test_it_takes_whole_words_up_to_its_capacity():
     memory = SimpleNamespace(tensor=lambda rank, shape, dtype: torch.zeros(shape, dtype=dtype))
     team = SimpleNamespace(size=2, team_rank=0, open=lambda num_bytes: memory)
     gather = PushedAllGather(team, 2**20)  # type: ignore[arg-type]
