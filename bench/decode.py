@@ -112,8 +112,8 @@ def our_step(case: StepCase, engine: Engine) -> Call:
     stepping = engine.stepping
     if stepping is None:
         raise SystemExit(
-            f"{case.model} does not choose its tokens on the GPU; expected triton and, of more "
-            "sequences than the decode kernel takes, one GPU"
+            f"{case.model} does not choose its tokens on the GPU; expected triton, and states that "
+            "a step which runs again leaves as they are"
         )
 
     def run() -> None:

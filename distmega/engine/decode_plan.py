@@ -39,7 +39,7 @@ from distmega.sharding.layout.placements import (
     replicate,
     shard,
 )
-from distmega.sharding.localize import LocalProgram, localize
+from distmega.sharding.localize import LocalProgram, localize, pair_for_library
 from distmega.sharding.overlap.pairs import BY_LIBRARY
 from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.search.cost import H200_DEVICE, Machine
@@ -434,17 +434,21 @@ def lower_decode(
 
 def lower_library_decode(decode_plan: DecodePlan) -> HostProgram:
     """The same decode step with every op a library op. On a GPU products of many rows whose weights
-    lie side by side are one, as in a prompt, and PEAKS are an output, too.
+    lie side by side are one, as in a prompt, and PEAKS are an output, too. Ranks of one stage that
+    reach each other's memory sum through it.
     """
     staged, local = decode_plan.staged, decode_plan.local
     on_gpu, program = decode_plan.machine != CPU, decode_plan.local.program
+    shares = on_gpu and decode_plan.peer_memory and staged.stage.num_stages == 1
+    if shares:
+        local = pair_for_library(local, staged.plan)
     if on_gpu and decode_plan.options.batch > FEW_ROWS:
         local = join_products(local, decode_plan.weights.neighbours(), decode_plan.machine)
     if on_gpu and staged.stage.num_stages == 1 and PEAKS in program.tensor_map():
         outputs = tuple(dict.fromkeys((*program.outputs, PEAKS)))
         local = replace(local, program=replace(local.program, outputs=outputs))
     sum_parts = choose_sum_parts if on_gpu else None
-    host = staged.lower(local, megakernel=False, peer_memory=False, sum_parts=sum_parts)
+    host = staged.lower(local, megakernel=False, peer_memory=shares, sum_parts=sum_parts)
     return host_late.run_passes(link_stage([StagePart(stage=staged.stage, host=host)]))
 
 

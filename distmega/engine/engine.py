@@ -317,7 +317,7 @@ class Engine(OwnProcess):
     @property
     def stepping(self) -> SteppingRunner | None:
         """Steps of a GPU that choose the tokens of the next: the decode kernel's, several in one
-        launch, or where it does not run and the GPU is alone a graph's.
+        launch, or where it does not run a graph's; None for stages of a pipeline.
         """
         return self._decode.stepping
 

@@ -2,7 +2,8 @@
 
 Comes in: an evaluator of a decode step's host program and the tensors that it works on. Goes out: a
 SteppingRunner. Tokens, positions and which rows count are in the memory of the device, so that the
-host is asked for nothing between steps. Used by opening.py; next on the walk: steps_ahead.py.
+host is asked for nothing between steps. All ranks of the mesh take the same steps. Used by
+opening.py; next on the walk: steps_ahead.py.
 """
 
 import logging
@@ -13,7 +14,10 @@ from torch import Tensor
 
 from distmega.errors import RequestError, argument, counted
 from distmega.hostir.run.cuda_graph import CapturedHost, capture_on_ranks
+from distmega.hostir.run.deadline import await_ranks
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.runtime import late
+from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.runtime.stepping import NO_SAMPLE_INPUTS
 from distmega.models.decoder import PEAKS
 from distmega.trace_file import Span
@@ -24,15 +28,17 @@ NEXT = "next"
 
 
 class LibrarySteps:
-    """The steps of one rank alone. replays: see KernelRunner."""
+    """The steps of one rank. replays: see KernelRunner."""
 
     replays = False
 
-    def __init__(self, evaluator: Evaluator, given: Mapping[str, Tensor], batch: int) -> None:
+    def __init__(
+        self, evaluator: Evaluator, given: Mapping[str, Tensor], batch: int, limit_s: float
+    ) -> None:
         """given: weights, caches and how tokens are sampled, by name; they stay where they are.
-        batch: sequences of a step.
+        batch: sequences of a step. limit_s: how long a launch may wait for other ranks.
         """
-        self.host = evaluator.host
+        self.host, self._limit_s = evaluator.host, limit_s
         self._evaluator = evaluator
         tokens, positions, self._counted = torch.zeros(
             3, batch, dtype=torch.int64, device=evaluator.device
@@ -49,11 +55,16 @@ class LibrarySteps:
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One step; tensors: `tokens` and `positions`, i64 [batch], and what was given before.
-        Outputs by name, the caller's.
+        Outputs by name, the caller's. RankFailure if another rank did not come.
         """
         self._tokens.copy_(tensors["tokens"])
         self._positions.copy_(tensors["positions"])
-        return {name: x.clone() for name, x in self._step().items()}
+        outputs = {name: x.clone() for name, x in self._step().items()}
+        if self._captures and self._evaluator.comm.mesh.num_ranks > 1:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            self.await_launch(done)
+        return outputs
 
     def launch(self, tensors: Mapping[str, Tensor]) -> None:
         """See KernelRunner."""
@@ -101,8 +112,12 @@ class LibrarySteps:
             remedy=f"trace a model and {argument('batch')} that a decode kernel takes",
         )
 
+    def await_launch(self, done: torch.cuda.Event) -> None:
+        """See SteppingRunner. Nobody else watches a collective inside a graph."""
+        await_ranks(done, self._limit_s, f"decode steps of rank {self._evaluator.comm.rank}")
+
     def raise_hang(self) -> None:
-        """Nothing waits for other ranks."""
+        """Waits for other ranks have no end of their own; see await_launch."""
 
     def _step(self) -> Mapping[str, Tensor]:
         """Outputs of a step from the tokens and positions that are there."""
@@ -117,6 +132,9 @@ class LibrarySteps:
         """The step as a graph; None, from then on, where that can't be. A step that is run again
         from one state writes the same into caches.
         """
+        if has_triton():
+            with late.launching_nothing(self._evaluator.device):
+                self._evaluator.rehearse(self._given)
         captured, problem = capture_on_ranks(
             self._evaluator.comm,
             next(iter(self._evaluator.graph_breaks), ""),

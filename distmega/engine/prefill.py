@@ -33,13 +33,13 @@ from distmega.engine.packing import (
     pack_prompts,
     row_lengths,
 )
-from distmega.errors import RankFailure, UnsupportedError
+from distmega.errors import UnsupportedError
 from distmega.hostir import late as host_late
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.passes.resize import resize_inputs
 from distmega.hostir.run.cuda_graph import CapturedHost, GraphMemory, capture_on_ranks
-from distmega.hostir.run.deadline import ends_within
+from distmega.hostir.run.deadline import await_ranks
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.runtime import late
 from distmega.kernels.runtime.compilations import has_triton
@@ -304,12 +304,7 @@ class Prefills:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         limit_s = 2 * self._decode_plan.options.timeout_s + MARGIN_S
-        if not ends_within(done, limit_s):
-            raise RankFailure(
-                f"a prompt of rank {self._comm.rank} still under way after {limit_s:g} s",
-                expected="every rank of the mesh to prefill it",
-                remedy="look for the rank that ended first, and start the job again",
-            )
+        await_ranks(done, limit_s, f"a prompt of rank {self._comm.rank}")
 
 
 def _to_host(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distmega.errors import ModelError
+from distmega.errors import ModelError, RankFailure
 from distmega.kernels.runtime.stepping import SteppingRunner
 
 MAX_STEPS = 16
@@ -37,22 +37,25 @@ def decode_ahead(
     explain: Callable[[], ModelError],
 ) -> Iterator[tuple[int, ...]]:
     """Tokens of the next `num_steps` steps, on the current stream. note: called with the steps of
-    each launch. HangError if a wait in the kernel has expired; what `explain` gives if a launch
-    ends with logits that are not finite.
+    each launch. HangError if a wait in the kernel has expired, RankFailure if another rank did not
+    come; what `explain` gives if a launch ends with logits that are not finite.
     """
     launches = (_launch(stepping, size, note) for size in launch_sizes(num_steps))
     running = next(launches, None)
     try:
         while running:
             following = next(launches, None)
-            running.done.synchronize()
-            stepping.raise_hang()
+            stepping.await_launch(running.done)
             if not math.isfinite(running.total):
                 raise explain()
             yield from map(tuple, running.rows.tolist())
             running = following
-    finally:  # a caller may stop early, and other ranks wait for what this one's last launch sends
+    except RankFailure:
+        raise
+    except BaseException:
+        # a caller may stop early, and other ranks wait for what this one's last launch sends
         torch.cuda.current_stream().synchronize()
+        raise
 
 
 def launch_sizes(num_steps: int) -> Iterator[int]:

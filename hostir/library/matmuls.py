@@ -67,9 +67,9 @@ class Matmuls(Protocol):
         """
         ...
 
-    def rehearse_collective(self, node: Collective) -> StartCollective | None:
-        """What launches the kernels of that, for a caller who sees to it that they are compiled and
-        do not run; None if it has none.
+    def stand_in(self) -> "Matmuls | None":
+        """What launches the same kernels on memory of this rank alone, without the others, for a
+        caller who sees to it that they are compiled and do not run; None if there are none.
         """
         ...
 
@@ -136,8 +136,8 @@ class SequentialMatmuls:
         """By the communicator."""
         return otherwise
 
-    def rehearse_collective(self, node: Collective) -> StartCollective | None:
-        """It has no kernels."""
+    def stand_in(self) -> Matmuls | None:
+        """It has no kernels of its own."""
         return None
 
 

@@ -2,7 +2,8 @@
 
 Comes in: a mark behind each call. Goes out: HangError from `wait`, in time. A host that never waits
 so, and hangs in torch.cuda.synchronize, is ended by a thread, as torch's watchdog ends one that
-waits for a collective outside of graphs. Used by distmega/compiled.py and engine/prefill.py.
+waits for a collective outside of graphs. Used by distmega/compiled.py, engine/prefill.py and
+engine/library_steps.py.
 """
 
 import logging
@@ -12,7 +13,7 @@ import time
 
 import torch
 
-from distmega.errors import HangError
+from distmega.errors import HangError, RankFailure
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,18 @@ def ends_within(done: torch.cuda.Event, limit_s: float) -> bool:
             return False
         time.sleep(0)
     return True
+
+
+def await_ranks(done: torch.cuda.Event, limit_s: float, what: str) -> None:
+    """Returns once an event is reached; RankFailure where that takes longer than the limit, since
+    another rank has not come. what: is waited for, such as "a prompt of rank 1".
+    """
+    if not ends_within(done, limit_s):
+        raise RankFailure(
+            f"{what} still under way after {limit_s:g} s",
+            expected="every rank of the mesh to take part",
+            remedy="look for the rank that ended first, and start the job again",
+        )
 
 
 class Deadline:

@@ -505,7 +505,7 @@ class _Rehearsal(_Compiler):
             case LibraryOp(op=op):
                 return self.library_op(node) if op.is_view else self.rehearsed(op)
             case FusedMatmul():
-                return self.allocating([out for out in node.writes if out not in self.shared])
+                return self.rehearsed_matmul(node)
             case Allocate(buffer=name):
                 return self.allocating([name]) if name in self.filled | self.shared else None
             case Deallocate() | SliceView():
@@ -517,10 +517,22 @@ class _Rehearsal(_Compiler):
             case _:
                 return None
 
+    @cached_property
+    def stand_in(self) -> Matmuls | None:
+        """Launches what the program's matmuls launch."""
+        return self.matmuls.stand_in()
+
+    def rehearsed_matmul(self, node: FusedMatmul) -> Step:
+        out = self.buffers[node.out]
+        call = None if self.stand_in is None else compile_matmul(node, out, self.stand_in)
+        norm = node.norm and (node.norm.kind, node.norm.eps)
+        same = node.kind, node.mesh_axis, node.num_rows, node.replicated, node.mixes, norm
+        return self.once(same, call, node.reads, node.writes)
+
     def rehearsed_collective(self, node: Collective) -> Step | None:
-        start = self.matmuls.rehearse_collective(node)
-        if start is None:
+        if self.stand_in is None:
             return None
+        start = self.stand_in.compile_collective(node, lambda xs, outs: CommHandle(lambda: None))
 
         def rehearse(f: Frame) -> None:
             outs = [torch.empty_like(f.tensors[name]) for name in node.outs]
@@ -542,25 +554,37 @@ class _Rehearsal(_Compiler):
 
     def rehearsed(self, op: program.Op) -> Step:
         """Calls an op's kernels unless they were called with such operands before."""
-        function, names = self.ops.by_kernel(op, self.coordinate), op_operands(op)
+        function = self.ops.by_kernel(op, self.coordinate)
         outs = [] if kind_of(op).inplace else [access.tensor for access in op.writes]
-        allocate = self.allocating([out for out in outs if out not in self.shared])
+        return self.once((op.kind, op.attrs, op.axes), function, op_operands(op), outs)
+
+    def once(
+        self,
+        same: tuple[object, ...],
+        call: Callable[[Sequence[Tensor]], object] | None,
+        reads: Sequence[str],
+        writes: Sequence[str],
+    ) -> Step:
+        """Calls with the tensors of `reads`, but for operands of one kind only once for all nodes
+        of which `same` is the same; then new memory for `writes`.
+        """
+        allocate = self.allocating([out for out in writes if out not in self.shared])
 
         def rehearse(f: Frame) -> None:
-            if function is not None:
-                xs = [f.tensors[name] for name in names]
+            if call is not None:
+                xs = [f.tensors[name] for name in reads]
                 kinds = [(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in xs]
-                key = op.kind, op.attrs, op.axes, *kinds
+                key = *same, *kinds
                 if key not in self.known:
                     self.known.add(key)
-                    function(xs)
+                    call(xs)
             allocate(f)
 
         return rehearse
 
     @cached_property
     def known(self) -> set[tuple[object, ...]]:
-        """Kinds, attributes and operands of the ops that were called."""
+        """What was called, and the kinds of its operands."""
         return set()
 
 

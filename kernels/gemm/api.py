@@ -9,7 +9,7 @@ matmul and the communicator's collective. All ranks of a team make the same call
 Next: overlap.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -26,6 +26,7 @@ from distmega.kernels.gemm.machine import built_in, measured
 from distmega.kernels.gemm.times.matmul_ways import (
     MIXED_COLUMNS,
     MatmulChoice,
+    Means,
     choose_means,
     choose_mixed_tiles,
     choose_tiles,
@@ -38,7 +39,14 @@ from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.runtime.gpus import is_hopper
 from distmega.program.expr import Expr, num_args
+from distmega.sharding.overlap.pairs import PairKind
 from distmega.sharding.overlap.products import Collective, Extents
+
+COLLECTIVES: Mapping[PairKind, Collective] = {
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "matmul_all_reduce": "all_reduce",
+}
 
 
 def matmul(
@@ -247,6 +255,25 @@ def matmul_sum_norm(
             )
     total = matmul_all_reduce(a, b, comm, axis, borrow=True, workspace=workspace)
     return normalise_rows(kind, total, residual, weight, bias, eps)
+
+
+def means_of(
+    kind: PairKind,
+    x: Tensor,
+    w: Tensor,
+    comm: Communicator,
+    axis: str = "tp",
+    *,
+    replicated: bool = False,
+    overlap: bool | None = None,
+) -> Means:
+    """By what means the function for a pair does it, of x [rows, K] and w [N, K] of each rank: the
+    same on all ranks. replicated, overlap, ProgramError: as of the functions.
+    """
+    num_ranks = comm.mesh.size(axis)
+    rows = x.shape[0] * (num_ranks if kind == "all_gather_matmul" else 1)
+    extents = replace(_extents(x, w, num_ranks, rows=rows), replicated=replicated)
+    return _choose(COLLECTIVES[kind], x, comm, extents, overlap).means
 
 
 def _check(

@@ -5,7 +5,6 @@ which an Evaluator is given. Next: api.py.
 """
 
 from collections.abc import Callable, Sequence
-from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -20,7 +19,9 @@ from distmega.kernels.gemm.api import (
     matmul_all_reduce,
     matmul_reduce_scatter,
     matmul_sum_norm,
+    means_of,
 )
+from distmega.kernels.gemm.machine import measured
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
 
 DONE = CommHandle(lambda: None)
@@ -35,11 +36,14 @@ class PeerMatmuls:
     def __init__(self, comm: NcclCommunicator) -> None:
         self.comm = comm
         self._opened: dict[str, list[Workspace]] = {}
-        self._rehearsed: WeakValueDictionary[str, late.PushedCollectives] = WeakValueDictionary()
-        """By mesh axis, as long as a rehearsal lasts."""
+        """By mesh axis."""
 
     def open_symmetric_buffers(self, symmetric_buffers: Sequence[SymmetricBuffer]) -> None:
-        """LaunchError, on all ranks, where they do not reach each other's memory."""
+        """LaunchError, on all ranks, where they do not reach each other's memory; RequestError for
+        rates that do not fit, which later calls choose by.
+        """
+        if symmetric_buffers:
+            measured(self.comm)
         for symmetric_buffer in symmetric_buffers:
             found = workspace_of(self.comm, symmetric_buffer.mesh_axis, symmetric_buffer.num_bytes)
             opened = self._opened.setdefault(symmetric_buffer.mesh_axis, [])
@@ -123,20 +127,58 @@ class PeerMatmuls:
             return otherwise
         return _by_kernel(node, late.pushed_by(workspace), otherwise)
 
-    def rehearse_collective(self, node: Collective) -> StartCollective | None:
+    def stand_in(self) -> "PeerMatmuls":
         """See Matmuls."""
-        workspace = self._pushing_workspace(node)
-        if workspace is None:
-            return None
-        rehearsed = self._rehearsed.get(node.mesh_axis)
-        if rehearsed is None:
-            rehearsed = self._rehearsed[node.mesh_axis] = late.rehearsed_by(workspace)
-        return _by_kernel(node, rehearsed, lambda xs, outs: DONE)
+        return _StandIn(self)
 
     def _pushing_workspace(self, node: Collective) -> Workspace | None:
         opened, mesh = self._opened.get(node.mesh_axis), self.comm.mesh
         is_team = mesh.size(node.mesh_axis) == mesh.num_ranks
         return opened[-1] if opened and is_team else None
+
+
+class _StandIn(PeerMatmuls):
+    """See Matmuls.stand_in."""
+
+    def __init__(self, matmuls: PeerMatmuls) -> None:
+        super().__init__(matmuls.comm)
+        self._opened = {
+            axis: [late.StandInWorkspace(opened[-1])] for axis, opened in matmuls._opened.items()
+        }
+
+    def compile(
+        self, node: FusedMatmul, *, is_final: bool = False
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """See Matmuls."""
+        run = super().compile(node)
+        return lambda x, w: self._empty_out(node, x, w) if self._by_nccl(node, x, w) else run(x, w)
+
+    def compile_normed(self, node: FusedMatmul, norm: SumNorm) -> NormedProduct:
+        """See Matmuls."""
+        run = super().compile_normed(node, norm)
+
+        def rehearse(x: Tensor, w: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            if self._by_nccl(node, x, w):
+                return self._empty_out(node, x, w), self._empty_out(node, x, w)
+            return run(x, w, given)
+
+        return rehearse
+
+    def _by_nccl(self, node: FusedMatmul, x: Tensor, w: Tensor) -> bool:
+        """Whether it takes all ranks, and torch's kernels."""
+        overlap = True if node.forced else None
+        axis, replicated = node.mesh_axis, node.replicated
+        found = means_of(node.kind, x, w, self.comm, axis, replicated=replicated, overlap=overlap)
+        return found == "nccl"
+
+    def _empty_out(self, node: FusedMatmul, x: Tensor, w: Tensor) -> Tensor:
+        size, (rows, columns) = self.comm.mesh.size(node.mesh_axis), (x.shape[0], w.shape[0])
+        rows = {
+            "all_gather_matmul": size * rows,
+            "matmul_reduce_scatter": rows // size,
+            "matmul_all_reduce": rows,
+        }[node.kind]
+        return x.new_empty(rows, columns // 2 if node.mixes else columns)
 
 
 def _by_kernel(

@@ -8,16 +8,16 @@ from distmega.lazy import late_imports
 if TYPE_CHECKING:
     from distmega.kernels.gemm import overlap, peer_collectives
     from distmega.kernels.gemm.device import start
-    from distmega.kernels.gemm.pushed import PushedCollectives, pushed_by, rehearsed_by
-    from distmega.kernels.gemm.workspace import Workspace, workspace_of
+    from distmega.kernels.gemm.pushed import PushedCollectives, pushed_by
+    from distmega.kernels.gemm.workspace import StandInWorkspace, Workspace, workspace_of
 
 __all__ = [
     "PushedCollectives",
+    "StandInWorkspace",
     "Workspace",
     "overlap",
     "peer_collectives",
     "pushed_by",
-    "rehearsed_by",
     "start",
     "workspace_of",
 ]

@@ -32,7 +32,6 @@ from distmega.kernels.gemm.times.tile_times import (
 )
 from distmega.kernels.gemm.workspace import Workspace
 from distmega.kernels.runtime.gpus import num_sms
-from distmega.kernels.runtime.streams.stream_ops import copy_bytes, copy_columns
 from distmega.program.expr import Expr
 from distmega.sharding.overlap.products import Extents
 
@@ -59,8 +58,7 @@ def gather_rows(own: Tensor, workspace: Workspace, parts: Sequence[int]) -> None
     """Starts the copies of own [M / num_ranks, K] into all peers' symmetric buffers, in parts of so
     many rows, the nearest neighbour of the ring first, as its kernel asks for them.
     """
-    stream, rank = workspace.stream, workspace.rank
-    row_bytes = own.shape[1] * own.element_size()
+    rank, row_bytes = workspace.rank, own.shape[1] * own.element_size()
     first = rank * own.numel() * own.element_size()
     for step in range(1, workspace.num_ranks):
         peer = (rank - step) % workspace.num_ranks
@@ -68,7 +66,7 @@ def gather_rows(own: Tensor, workspace: Workspace, parts: Sequence[int]) -> None
         start = 0
         for word, rows in enumerate(parts):
             num_bytes = rows * row_bytes
-            copy_bytes(buffer + start, own.data_ptr() + start, num_bytes, stream)
+            workspace.send(buffer + start, own.data_ptr() + start, num_bytes)
             workspace.tell(peer, word)
             start += num_bytes
 
@@ -150,7 +148,7 @@ def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> list[int]:
     """Queues the copies that follow a sending kernel, in its order of bands; home: its symmetric
     buffer. Gives the counts that they wait for.
     """
-    stream, rank, bands = workspace.stream, workspace.rank, plan.num_bands
+    rank, bands = workspace.rank, plan.num_bands
     row_bytes = home.shape[1] * home.element_size()
     tile_bytes = plan.tiles.tile_n * home.element_size()
     band_bytes = plan.tiles.group * TILE_ROWS * row_bytes
@@ -170,7 +168,7 @@ def send_rows(plan: SendPlan, home: Tensor, workspace: Workspace) -> list[int]:
             for peer in [chunk] if chunk != rank else workspace.peers:
                 to = (rank * bands + band) * band_bytes + left if chunk != rank else lies
                 to += workspace.symmetric_address(peer)
-                copy_columns(to, source, width, row_bytes, band_bytes // row_bytes, stream)
+                workspace.send_columns(to, source, width, row_bytes, band_bytes // row_bytes)
                 if chunk != rank:
                     workspace.tell(chunk, band * plan.num_parts + part)
     if plan.shares:

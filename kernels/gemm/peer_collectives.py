@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem  # noqa: F401, registers the ops
 from torch import Tensor
 
 from distmega.kernels.gemm.overlap import gather_rows
@@ -21,7 +19,6 @@ from distmega.kernels.gemm.times.tile_times import PUSHING_RANKS
 from distmega.kernels.gemm.workspace import Workspace
 from distmega.kernels.hopper.sum_norm import FOUR
 from distmega.kernels.pipelined.api import pointwise
-from distmega.kernels.runtime.streams.stream_ops import copy_bytes
 from distmega.sharding.overlap.products import Extents
 
 NORMED_BYTES = 2**18, 2**22
@@ -50,7 +47,7 @@ def all_gather(own: Tensor, workspace: Workspace, *, is_final: bool = False) -> 
 def matmul_reduce_scatter(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
     """This rank's rows [M / num_ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K]."""
     workspace.begin()
-    rank, num_ranks, stream = workspace.rank, workspace.num_ranks, workspace.stream
+    rank, num_ranks = workspace.rank, workspace.num_ranks
     rows, columns = a.shape[0] // num_ranks, b.shape[0]
     slots = workspace.buffer((2, num_ranks, rows, columns), a.dtype)
     torch.mm(a, b.T, out=slots[1].view(a.shape[0], columns))
@@ -59,7 +56,7 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
     for step in range(1, num_ranks):
         peer = (rank + step) % num_ranks
         target = workspace.symmetric_address(peer) + rank * num_bytes
-        copy_bytes(target, slots[1, peer].data_ptr(), num_bytes, stream)
+        workspace.send(target, slots[1, peer].data_ptr(), num_bytes)
         workspace.tell(peer, 0)
     workspace.await_peers(0)
     workspace.end([0])
@@ -82,7 +79,7 @@ def matmul_all_reduce(a: Tensor, b: Tensor, workspace: Workspace) -> Tensor:
     workspace.begin()
     total = workspace.buffer((a.shape[0], b.shape[0]), a.dtype)
     torch.mm(a, b.T, out=total)
-    sum_symmetric(total, workspace)
+    workspace.sum(total)
     return total
 
 
@@ -121,12 +118,3 @@ def matmul_sum_norm(
     all ranks; a [M, K], b [N, K], operands as sums_rows takes them.
     """
     return pushed_by(workspace).sum_norm(torch.mm(a, b.T), residual, weight, bias, kind, eps)
-
-
-def sum_symmetric(total: Tensor, workspace: Workspace) -> None:
-    """Sums over ranks what lies at `total` in this call's symmetric buffer of each."""
-    workspace.join()
-    if workspace.backend == "CUDA":
-        torch.ops.symm_mem.two_shot_all_reduce_(total, "sum", workspace.group.group_name)
-    else:
-        dist.all_reduce(total, group=workspace.group)

@@ -18,7 +18,7 @@ from distmega.kernels.hopper.all_gather import PushedAllGather
 from distmega.kernels.hopper.all_reduce import PushedAllReduce
 from distmega.kernels.hopper.argmax import PushedArgmax
 from distmega.kernels.hopper.sum_norm import FOUR, LEAST_CAPACITY, PushedSumNorm
-from distmega.kernels.runtime.symmetric import StandInTeam, Team
+from distmega.kernels.runtime.symmetric import Team
 
 LONGEST_WAIT_S = 86400.0
 PUSHED_BYTES = 2**20
@@ -112,12 +112,6 @@ _known: WeakKeyDictionary[Workspace, PushedCollectives] = WeakKeyDictionary()
 def pushed_by(workspace: Workspace) -> PushedCollectives:
     """Those of a workspace's team."""
     return _known.setdefault(workspace, PushedCollectives(workspace.team))
-
-
-def rehearsed_by(workspace: Workspace) -> PushedCollectives:
-    """The same for calls within launching_nothing of runtime/ahead.py: no rank needs another."""
-    team = workspace.team
-    return PushedCollectives(StandInTeam(comm=team.comm, axis=team.axis))
 
 
 def aligned(x: Tensor, num_bytes: int = ACCESS_BYTES) -> Tensor:

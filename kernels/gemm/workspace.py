@@ -1,6 +1,6 @@
 """Memory that the ranks of a team write into each other: buffers for data, and event words.
 
-In: the NCCL team of a mesh axis. Out: a Workspace. Calls that use it take turns: even and odd ones
+In: a Team. Out: a Workspace. Calls that use it take turns: even and odd ones
 have a symmetric buffer and event words each. No call ends on a rank before all ranks have started
 it, so two calls later a symmetric buffer is free again on all of them. A word holds 0, 1 once what
 it tells of is there, and 0 again after the call that waited for it: nothing of a call is counted on
@@ -24,13 +24,20 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distmega.errors import RequestError
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.kernels.gemm.times.tile_times import NUM_WORDS, PUSHED, READY
-from distmega.kernels.runtime.streams.stream_ops import wait_word, write_word, write_words
-from distmega.kernels.runtime.symmetric import Team, open_symmetric
+from distmega.kernels.runtime.streams.stream_ops import (
+    copy_bytes,
+    copy_columns,
+    wait_word,
+    write_word,
+    write_words,
+)
+from distmega.kernels.runtime.symmetric import StandInTeam, Team
 
 WORD_BYTES = 4
 ALIGNMENT_BYTES = 256
@@ -44,7 +51,7 @@ class Workspace:
     team: the ranks. stream: for copies to peers. group: of the ranks, for torch's own ops.
     """
 
-    def __init__(self, comm: NcclCommunicator, axis: str, symmetric_bytes: int) -> None:
+    def __init__(self, team: Team, symmetric_bytes: int) -> None:
         """Raises LaunchError if the ranks do not reach each other's memory."""
         self.symmetric_bytes = -(-symmetric_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.turn = 0
@@ -53,12 +60,11 @@ class Workspace:
         self._queued = False
         """Whether streams of this have work that no settled stream follows yet."""
         self._at_words = TURNS * self.symmetric_bytes
-        self.team = Team(comm=comm, axis=axis)
-        size = comm.mesh.size(axis)
-        self._turn_bytes = size * NUM_WORDS * WORD_BYTES
+        self.team = team
+        self._turn_bytes = team.size * NUM_WORDS * WORD_BYTES
         num_bytes = self._at_words + TURNS * self._turn_bytes
-        self._memory = open_symmetric(comm, axis, num_bytes)
-        self.group = comm.group(axis)[0]
+        self._memory = team.open(num_bytes)
+        self.group = team.comm.group(team.axis)[0]
         self.backend = self._memory.backend
         self.rank, self.num_ranks = self._memory.team_rank, self._memory.num_ranks
         self.stream, self._words, self._waits = (
@@ -98,6 +104,22 @@ class Workspace:
         for stream in (self.stream, self._words, self._waits):
             stream.wait_stream(torch.cuda.current_stream())
         write_word(self.arrival_address(self.rank, self.rank, READY), 1, self._words)
+
+    def send(self, target: int, source: int, num_bytes: int) -> None:
+        """Copies this rank's bytes at an address to one in a peer's memory."""
+        copy_bytes(target, source, num_bytes, self.stream)
+
+    def send_columns(self, target: int, source: int, width: int, pitch: int, rows: int) -> None:
+        """As send, of the first `width` bytes of each of `rows`, `pitch` bytes apart."""
+        copy_columns(target, source, width, pitch, rows, self.stream)
+
+    def sum(self, total: Tensor) -> None:
+        """Sums over ranks what lies at `total` in this call's symmetric buffer of each."""
+        self.join()
+        if self.backend == "CUDA":
+            torch.ops.symm_mem.two_shot_all_reduce_(total, "sum", self.group.group_name)
+        else:
+            dist.all_reduce(total, group=self.group)
 
     def await_count(self, index: int, value: int) -> None:
         """Later copies begin once that word of `counts` has reached a value."""
@@ -234,6 +256,59 @@ class Workspace:
         return torch.tensor(found, dtype=torch.int64, device=self.device)
 
 
+class StandInWorkspace(Workspace):
+    """The same for calls within launching_nothing of runtime/ahead.py: nothing is sent, told or
+    waited for, and no rank needs another.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        """workspace: for which it stands in."""
+        team = workspace.team
+        super().__init__(StandInTeam(comm=team.comm, axis=team.axis), 0)
+
+    def follow(self) -> None:
+        """Nothing comes."""
+
+    def send(self, target: int, source: int, num_bytes: int) -> None:
+        """Nothing is sent."""
+
+    def send_columns(self, target: int, source: int, width: int, pitch: int, rows: int) -> None:
+        """Nothing is sent."""
+
+    def sum(self, total: Tensor) -> None:
+        """There is nothing of others."""
+
+    def await_count(self, index: int, value: int) -> None:
+        """Nothing comes later."""
+
+    def tell(self, peer: int, word: int) -> None:
+        """Nobody is told."""
+
+    def end(
+        self,
+        words: Iterable[int],
+        counts: Iterable[int] = (),
+        *,
+        copied: Tensor | None = None,
+        is_final: bool = False,
+    ) -> None:
+        """No word was written."""
+
+    def settle(self) -> None:
+        """Nobody else calls."""
+
+    def await_peers(self, word: int, value: int = 1) -> None:
+        """None comes."""
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """New memory, as long as the call lasts."""
+        return torch.empty(*shape, dtype=dtype, device=self.device)
+
+    def peer_buffers(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """One for all other ranks."""
+        return [self.buffer(shape, dtype)] * (self.num_ranks - 1)
+
+
 _workspaces: dict[tuple[NcclCommunicator, str], Workspace] = {}
 
 
@@ -244,5 +319,6 @@ def workspace_of(comm: NcclCommunicator, axis: str, symmetric_bytes: int) -> Wor
     known = _workspaces.get((comm, axis))
     if known is None or known.symmetric_bytes < symmetric_bytes:
         torch.cuda.synchronize()
-        known = _workspaces[comm, axis] = Workspace(comm, axis, symmetric_bytes)
+        known = Workspace(Team(comm=comm, axis=axis), symmetric_bytes)
+        _workspaces[comm, axis] = known
     return known

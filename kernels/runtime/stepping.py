@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from distmega.hostir.run.evaluator import KernelRunner
@@ -59,6 +60,12 @@ class SteppingRunner(BoundedRunner, Protocol):
 
     def run_steps(self, num_steps: int) -> Tensor:
         """Runs steps after those before; the ids they chose, [num_steps, sequences]."""
+        ...
+
+    def await_launch(self, done: torch.cuda.Event) -> None:
+        """Returns once an event behind a launch is reached. HangError if a wait of it has expired,
+        RankFailure if another rank did not come, so that what is queued may never end.
+        """
         ...
 
     def trace(self, num_steps: int) -> list[Span]:

@@ -80,7 +80,7 @@ def test_steps_feed_themselves_and_rows_that_do_not_count_stay():
         expected.append(tokens[:18].clone())
     assert len({tuple(row.tolist()) for row in expected}) > 1
     evaluator, given = opened()
-    steps = LibrarySteps(evaluator, given, BATCH)
+    steps = LibrarySteps(evaluator, given, BATCH, limit_s=10.0)
     steps.start([n % 7 for n in range(18)], [n % 5 for n in range(18)])
     rows = torch.cat([steps.run_steps(1), steps.run_steps(3)])
     assert torch.equal(rows, torch.stack(expected))
@@ -90,7 +90,7 @@ def test_steps_feed_themselves_and_rows_that_do_not_count_stay():
 
 def test_numbers_that_are_none_are_seen_in_what_tokens_were_chosen_for():
     evaluator, given = opened()
-    steps = LibrarySteps(evaluator, given, BATCH)
+    steps = LibrarySteps(evaluator, given, BATCH, limit_s=10.0)
     given["norm"].fill_(float("nan"))
     steps.start([1] * BATCH, [0] * BATCH)
     steps.run_steps(1)
@@ -109,7 +109,7 @@ def test_a_step_is_one_replay_of_a_graph(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(library_steps, "CapturedHost", Graph)
     monkeypatch.setattr(Evaluator, "graph_breaks", ())
-    steps = LibrarySteps(evaluator, given, BATCH)
+    steps = LibrarySteps(evaluator, given, BATCH, limit_s=10.0)
     steps._captures = True
     steps.start([1] * BATCH, [0] * BATCH)
     steps.run_steps(3)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -70,23 +69,22 @@ class Memory:
 def open_team(num_ranks: int) -> list[workspace.Workspace]:
     parts: list[Tensor] = []
 
-    def opened(comm: Any, axis: str, num_bytes: int) -> Memory:
+    def open_memory(rank: int, num_bytes: int) -> Memory:
         if not parts:
             parts.extend(
                 torch.zeros(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(num_ranks)
             )
-        return Memory(team_rank=comm.rank, parts=parts)
+        return Memory(team_rank=rank, parts=parts)
 
     mesh = SimpleNamespace(size=lambda axis: num_ranks)
-    with patch.object(workspace, "open_symmetric", opened):
-        return [
-            workspace.Workspace(
-                SimpleNamespace(mesh=mesh, rank=rank, group=lambda axis: (None, ())),  # type: ignore[arg-type]
-                "tp",
-                SYMMETRIC_BYTES,
-            )
-            for rank in range(num_ranks)
-        ]
+    teams = [
+        SimpleNamespace(
+            comm=SimpleNamespace(mesh=mesh, rank=rank, group=lambda axis: (None, ())),
+            axis="tp", size=num_ranks, team_rank=rank, open=partial(open_memory, rank),
+        )
+        for rank in range(num_ranks)
+    ]  # fmt: skip
+    return [workspace.Workspace(team, SYMMETRIC_BYTES) for team in teams]  # type: ignore[arg-type]
 
 
 def open_pushed(num_ranks: int) -> list[PushedCollectives]:

@@ -19,6 +19,7 @@ from distmega.kernels.gemm.times.matmul_ways import STAGES, MatmulChoice
 from distmega.kernels.gemm.times.tile_times import MOST_PEERS, DepthSplit, Tiles, plan_sending
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
 from distmega.kernels.runtime.gpus import num_sms
+from distmega.kernels.runtime.symmetric import Team
 from distmega.sharding.overlap.products import Extents
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS
 
@@ -191,11 +192,14 @@ def exchange_by_peer_memory(comm: NcclCommunicator) -> None:
         found = late.peer_collectives.matmul_reduce_scatter(a, b, shared)
         assert torch.equal(found, total.chunk(size)[rank])
         assert torch.equal(late.peer_collectives.matmul_all_reduce(a, b, shared), total)
+        fewer = late.peer_collectives.matmul_all_reduce(a[1:], b, shared)
+        assert torch.equal(fewer, total[1:])
 
 
 def name_a_missing_rank(comm: NcclCommunicator) -> None:
     """Rank 0 calls, the others do not: its debug build gives up and says what it waited for."""
-    shared = Workspace(comm, "tp", 2**24)  # no later test's, whose words would be set
+    team = Team(comm=comm, axis="tp")
+    shared = Workspace(team, 2**24)  # no later test's, whose words would be set
     if comm.rank == 0:
         own, b = operands(0, 128, 128, 64, 0)
         choice = MatmulChoice(means="tiles", us=0.0, tiles=Tiles(tile_n=128, stages=STAGES[128]))

@@ -277,10 +277,12 @@ def kernel_problem(
 
 
 def has_peer_collective(collective: Collective, extents: Extents, rates: OverlapRates) -> bool:
-    """Whether peer memory holds whole rows of each rank; a reduction is by vectors."""
-    if not 1 < extents.num_ranks <= rates.kernel_ranks or extents.rows % extents.num_ranks:
+    """Whether each rank has whole rows, or of a sum that all want whole vectors."""
+    if not 1 < extents.num_ranks <= rates.kernel_ranks:
         return False
-    return collective != "all_reduce" or extents.columns % (ALIGNED * extents.num_ranks) == 0
+    if collective == "all_reduce":
+        return extents.columns % (ALIGNED * extents.num_ranks) == 0
+    return extents.rows % extents.num_ranks == 0
 
 
 @cache

@@ -238,6 +238,11 @@ class BatchRunner:
         """
         return int(self._state[STATE_HITS])
 
+    def await_launch(self, done: torch.cuda.Event) -> None:
+        """See SteppingRunner; waits within the kernel are bounded."""
+        done.synchronize()
+        self.raise_hang()
+
     def raise_hang(self) -> None:
         """As RowRunner's; events and arrivals are what they ought to be after it."""
         if report := self._alarm.take():

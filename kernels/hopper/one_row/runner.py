@@ -229,6 +229,11 @@ class RowRunner:
         self.raise_hang()
         return list(timeline_spans(self.queues, found, self._team_rank))
 
+    def await_launch(self, done: torch.cuda.Event) -> None:
+        """See SteppingRunner; waits within the kernel are bounded."""
+        done.synchronize()
+        self.raise_hang()
+
     def raise_hang(self) -> None:
         """HangError if a wait of an earlier launch has expired: what that launch gave is void. To
         be asked once its results have come; costs nothing.

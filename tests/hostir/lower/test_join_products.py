@@ -107,7 +107,7 @@ def test_a_product_that_is_viewed_afterwards_is_not_copied():
 
 def test_a_gather_with_several_readers_runs_beside_their_joined_product():
     """Rows scattered between sums: four kernels a layer but for what the first one reads. The last
-    layer has one row behind its attention.
+    layer has one row behind its attention, of which all ranks want the sums.
     """
     config = replace(PRESETS["qwen3-8b"], num_layers=3)
     options = EngineOptions(max_context=4096)
@@ -129,6 +129,8 @@ def test_a_gather_with_several_readers_runs_beside_their_joined_product():
         ("matmul_reduce_scatter", "layers.1.wo"),
         ("all_gather_matmul", "layers.1.w_gate@layers.1.w_up"),
         ("matmul_reduce_scatter", "layers.1.w_down"),
+        ("matmul_all_reduce", "layers.2.wo"),
+        ("matmul_all_reduce", "layers.2.w_down"),
     ]
     assert {kind for kind, _ in fused[100]} == {"matmul_all_reduce"}
-    assert len(fused[100]) == 4
+    assert len(fused[100]) == 6

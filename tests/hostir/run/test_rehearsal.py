@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor
 
 from distmega.engine.decode_plan import lower_decode, lower_prefill, plan_decode
 from distmega.engine.requests import EngineOptions
-from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
 from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.library.matmuls import Matmuls, SequentialMatmuls
 from distmega.hostir.library.pointwise import OpFunction
 from distmega.hostir.library.torch_types import empty_tensor
+from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import H200
@@ -55,9 +58,9 @@ class Watched(KernelOps):
         return call
 
 
-def prompt_program(config: ModelConfig, batch: int) -> HostProgram:
+def prompt_program(config: ModelConfig, batch: int, mesh: DeviceMesh = ALONE) -> HostProgram:
     options = EngineOptions(max_context=64, batch=batch)
-    staged = plan_decode(config, ALONE, H200, options)
+    staged = plan_decode(config, mesh, H200, options)
     return lower_prefill(lower_decode(config, staged, options, peer_memory=True), 32, "none")
 
 
@@ -100,3 +103,47 @@ def test_kernels_see_what_a_run_gives_them(
     assert set(rehearsed) == set(run)
     assert len(rehearsed) == len(set(rehearsed)), "each once"
     assert len(rehearsed) * LAYERS / 2 < len(run)
+
+
+class NotedMatmuls(SequentialMatmuls):
+    """Notes the sums over ranks that are rehearsed, and communicates nothing."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm)
+        self.rehearsed: list[torch.Size] = []
+
+    def stand_in(self) -> Matmuls:
+        """Itself."""
+        return self
+
+    def compile(self, node: FusedMatmul, *, is_final: bool = False) -> object:  # type: ignore[override]
+        """A sum."""
+
+        def run(x: Tensor, w: Tensor) -> Tensor:
+            self.rehearsed.append(x.shape)
+            return x.new_empty(x.shape[0], w.shape[0])
+
+        return run
+
+    def compile_normed(self, node: FusedMatmul, norm: SumNorm) -> object:  # type: ignore[override]
+        """A norm and a sum."""
+
+        def run(x: Tensor, w: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            self.rehearsed.append(x.shape)
+            return given[0], given[0]
+
+        return run
+
+
+def test_no_other_rank_is_needed():
+    """Matmuls with a collective are rehearsed once for each shape, where they have kernels."""
+    host = prompt_program(DENSE, 1, DeviceMesh(tp=2))
+    assert len([node for node in host.body if isinstance(node, FusedMatmul)]) == 2 * LAYERS
+    comm = create_autospec(Communicator, instance=True)
+    comm.mesh, comm.rank = host.mesh, 1
+    noted = NotedMatmuls(comm)
+    for matmuls in (SequentialMatmuls(comm), noted):
+        Evaluator(host, comm, {}, ops=Watched(), matmuls=matmuls).rehearse(tensors_of(host))
+    last = torch.Size([32, 48])
+    assert noted.rehearsed == [torch.Size([32, 32]), torch.Size([32, 48]), last]
+    assert not comm.method_calls, "no rank is asked"

@@ -156,10 +156,13 @@ def test_rows_that_are_no_tiles_of_a_rank_do_not_overlap(collective):
     assert "2 to 8 ranks" in kernel_problem(collective, alone, "bf16", H200_RATES)
 
 
-def test_rows_that_ranks_do_not_divide_are_left_to_nccl():
+def test_rows_that_ranks_do_not_divide_are_left_to_nccl_unless_all_want_the_sum():
     extents = Extents(rows=1001, columns=8192, depth=8192, num_ranks=2)
-    assert choose_means("all_reduce", extents, H200_RATES).means == "nccl"
     assert choose_means("all_gather", extents, H200_RATES).means == "nccl"
+    assert choose_means("reduce_scatter", extents, H200_RATES).means == "nccl"
+    assert choose_means("all_reduce", extents, H200_RATES).means == "peer"
+    no_vectors = replace(extents, columns=8200)
+    assert choose_means("all_reduce", no_vectors, H200_RATES).means == "nccl"
 
 
 @pytest.mark.parametrize("shares", [False, True])
