@@ -33,13 +33,20 @@ class LibrarySteps:
     replays = False
 
     def __init__(
-        self, evaluator: Evaluator, given: Mapping[str, Tensor], batch: int, limit_s: float
+        self,
+        evaluator: Evaluator,
+        given: Mapping[str, Tensor],
+        batch: int,
+        limit_s: float,
+        *,
+        copy_states: bool = False,
     ) -> None:
         """given: weights, caches and how tokens are sampled, by name; they stay where they are.
         batch: sequences of a step. limit_s: how long a launch may wait for other ranks.
+        copy_states: a step that is run again from one state does not write the same into it.
         """
         self.host, self._limit_s = evaluator.host, limit_s
-        self._evaluator = evaluator
+        self._evaluator, self._copies_states = evaluator, copy_states
         tokens, positions, self._counted = torch.zeros(
             3, batch, dtype=torch.int64, device=evaluator.device
         )
@@ -129,16 +136,14 @@ class LibrarySteps:
         return outputs
 
     def _capture(self) -> CapturedHost | None:
-        """The step as a graph; None, from then on, where that can't be. A step that is run again
-        from one state writes the same into caches.
-        """
-        if has_triton():
+        """The step as a graph; None, from then on, where that can't be."""
+        if has_triton() and not self._copies_states:
             with late.launching_nothing(self._evaluator.device):
                 self._evaluator.rehearse(self._given)
         captured, problem = capture_on_ranks(
             self._evaluator.comm,
             next(iter(self._evaluator.graph_breaks), ""),
-            lambda: CapturedHost(self._evaluator, self._given, copy_states=False),
+            lambda: CapturedHost(self._evaluator, self._given, copy_states=self._copies_states),
         )
         if problem:
             self._captures = False

@@ -150,15 +150,20 @@ class Opener:
         return DecodeSteps(runner=evaluator, stepping=kernel if alone else None)
 
     def _open_library_steps(self, sample_inputs: Mapping[str, Tensor]) -> DecodeSteps:
-        """Decode steps by library ops; where one stage is all, a graph that feeds itself."""
+        """Decode steps by library ops: where one stage is all a graph, which feeds itself unless
+        no step may run ahead.
+        """
         host = lower_library_decode(self.plan)
         joined = self.arenas.joined_weights(host)
         evaluator = self._evaluator(host, {}, masked=True)
-        if self.plan.staged.stage.num_stages > 1 or self.plan.config.recurrent_states:
+        if self.plan.staged.stage.num_stages > 1:
             return DecodeSteps(runner=evaluator, joined=joined)
         given, options = {**self.arenas.tensors, **joined, **sample_inputs}, self.plan.options
-        steps = LibrarySteps(evaluator, given, options.batch, options.timeout_s)
-        return DecodeSteps(runner=steps, stepping=steps, joined=joined)
+        recurrent = bool(self.plan.config.recurrent_states)
+        steps = LibrarySteps(
+            evaluator, given, options.batch, options.timeout_s, copy_states=recurrent
+        )
+        return DecodeSteps(runner=steps, stepping=None if recurrent else steps, joined=joined)
 
     def _evaluator(
         self,

@@ -122,10 +122,9 @@ class Prefills:
         self._device = device
         self._packs = num_micro_batches(decode_plan) == 1
         alone = decode_plan.staged.stage.num_stages == 1 and self._packs
-        recurrent = bool(decode_plan.config.recurrent_states)
-        # runs ahead of a capture would change states
-        self._captures = device.type == "cuda" and alone and not recurrent
-        self._budget = 1 if recurrent else decode_plan.options.max_batched_tokens
+        self._captures = device.type == "cuda" and alone
+        self._recurrent = bool(decode_plan.config.recurrent_states)
+        self._budget = 1 if self._recurrent else decode_plan.options.max_batched_tokens
         """Tokens of a pass, at most."""
         self._programs: dict[tuple[int, Logits, bool], _Program] = {}
         """By rows, logits, and whether sequences are long."""
@@ -281,7 +280,7 @@ class Prefills:
         captured, problem = capture_on_ranks(
             self._comm,
             next(iter(program.evaluator.graph_breaks), ""),
-            lambda: CapturedHost(program.evaluator, given, memory, copy_states=False),
+            lambda: CapturedHost(program.evaluator, given, memory, copy_states=self._recurrent),
         )
         if problem:
             self._captures = False

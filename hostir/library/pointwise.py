@@ -34,6 +34,8 @@ Evaluate = Callable[
 ]
 """As evaluate_all."""
 
+HOST = torch.device("cpu")
+
 
 def _silu(x: Tensor) -> Tensor:
     """Of whole numbers too, which torch's refuses."""
@@ -55,6 +57,20 @@ def _power(x: Tensor, y: Tensor) -> Tensor:
     return torch.pow(x.float(), y)
 
 
+def _where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Constants are made where the operands are: torch.where would copy them from the host, which
+    waits for that, and no CUDA graph holds it.
+    """
+    given = condition, x, y
+    device = next((each.device for each in given if each.device != HOST), HOST)
+    condition, x, y = (each if each.device == device else _made(each, device) for each in given)
+    return torch.where(condition != 0, x, y)
+
+
+def _made(constant: Tensor, device: torch.device) -> Tensor:
+    return torch.full((), constant.numpy().item(), dtype=constant.dtype, device=device)
+
+
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
     "abs": torch.abs, "neg": torch.neg, "relu": torch.relu, "silu": _silu, "gelu": _gelu,
@@ -64,7 +80,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "eq": lambda x, y: torch.eq(x, y).to(torch.result_type(x, y)),
     "lt": lambda x, y: torch.lt(x, y).to(torch.result_type(x, y)),
     "le": lambda x, y: torch.le(x, y).to(torch.result_type(x, y)),
-    "where": lambda condition, x, y: torch.where(condition != 0, x, y),
+    "where": _where,
 }  # fmt: skip
 """expr.FUNCTIONS on tensors."""
 

@@ -105,7 +105,7 @@ class KernelOps:
 
     def _attends_packed(self, op: Op, tensors: Mapping[str, Tensor]) -> bool:
         """Whether a kernel of packed_attention.py does an attention."""
-        if not self._has_tiles or not _is_packed_uncapped(op):
+        if not self._has_tiles or not is_packed(op):
             return False
         dim = op.extents["d"]
         fits = op.extents["e"] == dim <= PACKED_DIM and dim % PACKED_ALIGNED == 0
@@ -176,14 +176,17 @@ class KernelOps:
                 return late.compile_attend(op, result_order(op), compile_op(op, coordinate))
             return None
         scale, window = number(op, "scale"), int(number(op, "window"))
+        softcap = number(op, "softcap")
         if self._attends_packed(op, NO_TENSORS):
             return lambda xs: (
                 late.attend_packed(
-                    xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], scale, window, self.is_long
+                    xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], scale, window, self.is_long, softcap
                 ),
             )
         if _is_a_row_each(op) and has_triton():
-            return lambda xs: (late.attend_each(xs[0], xs[1], xs[2], xs[3], scale, window),)
+            return lambda xs: (
+                late.attend_each(xs[0], xs[1], xs[2], xs[3], scale, window, softcap),
+            )
         return None
 
 
@@ -201,19 +204,12 @@ def _share_a_type(op: Op, num: int, tensors: Mapping[str, Tensor], dtypes: Colle
     return len(found) <= 1 and found <= {*dtypes}
 
 
-def _is_packed_uncapped(op: Op) -> bool:
-    """Whether an attention is of packed prompts, without a soft cap."""
-    return is_packed(op) and not op.get("softcap", 0)
-
-
 def _is_a_row_each(op: Op) -> bool:
-    """Whether an attention without a cap has one row of each sequence, as row_attention.py takes
-    it.
-    """
+    """Whether an attention has one row of each sequence, as row_attention.py takes it."""
     cache = op.reads[1].dims
     rows, sequences = op.reads[0].dims[0].axes, cache[0].axes if len(cache) == 4 else ()
     has_one = len(cache) == 3 and op.extents[rows[0]] == 1
-    return _is_plain(op) and not op.get("softcap", 0) and (has_one or rows == sequences)
+    return _is_plain(op) and (has_one or rows == sequences)
 
 
 def _is_short(op: Op) -> bool:

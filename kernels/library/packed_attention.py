@@ -11,7 +11,6 @@ a CUDA graph serves any lengths. What neither takes, torch does. Used by device_
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +25,9 @@ from distmega.hostir.library import ops as library
 from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.library.attention_kernel import KEYS, ROWS, AttentionSpec, attend_kernel
 from distmega.kernels.library.limits import PACKED_ALIGNED, PACKED_DIM, PACKED_DTYPES, has_tiles
+from distmega.kernels.library.score_caps import LOG2_E, cap_scores, score_factors
 from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
-
-LOG2_E = 1 / math.log(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +55,18 @@ LONG_DIM = 128
 
 
 @triton.jit
-def attend_span(acc, total, most, q, keys, values, top, first, stop, at, scale, window,
-                masked: tl.constexpr, windowed: tl.constexpr, num_keys: tl.constexpr):  # fmt: skip
+def attend_span(acc, total, most, q, keys, values, top, first, stop, at, scale, window, cap,
+                masked: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr,
+                num_keys: tl.constexpr):  # fmt: skip
     """Keys `first` to `stop` of a sequence, whose key 0 is row `top` of keys and values, added to
     the sums of rows at positions `at`. masked: some of the keys lie behind some of the rows, or
-    before their window. scale: of scores, in powers of two.
+    before their window. scale, cap: of score_factors.
     """
     for start in tl.range(first, stop, num_keys):
         key = keys.load([top + start, 0])
         scores = tl.dot(q, key.T) * scale
+        if capped:
+            scores = cap_scores(scores, cap)
         if masked:
             columns = start + tl.arange(0, num_keys)[None, :]
             seen = columns <= at[:, None]
@@ -85,17 +86,18 @@ def attend_span(acc, total, most, q, keys, values, top, first, stop, at, scale, 
 
 @triton.jit
 def attend_rows(q, keys, values, out, starts, positions, num_sequences, context, kv_heads,
-                row_stride, head_stride, scale, window, group: tl.constexpr, dim: tl.constexpr,
-                padded: tl.constexpr, windowed: tl.constexpr, slots: tl.constexpr,
-                num_rows: tl.constexpr, num_keys: tl.constexpr):  # fmt: skip
+                row_stride, head_stride, scale, window, cap, group: tl.constexpr, dim: tl.constexpr,
+                padded: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr,
+                slots: tl.constexpr, num_rows: tl.constexpr, num_keys: tl.constexpr):  # fmt: skip
     """Head program_id(0) of tile program_id(1), the last rows of the last sequence first: they see
     most keys.
 
     q: row_stride, head_stride in elements; out [m, kv_heads * group, dim], contiguous. keys,
     values: descriptors of the caches, [sequences * kv_heads * context, dim]. starts: i64
-    [num_sequences + 1], at most `slots` sequences; positions: i64 [m]. scale: of scores, in powers
-    of two. window: keys that a row sees, where `windowed`. padded: dim or the next power of two.
-    num_rows, num_keys: of a tile. All in local memory; out alone is written.
+    [num_sequences + 1], at most `slots` sequences; positions: i64 [m]. scale, cap: of
+    score_factors, which has a cap where `capped`. window: keys that a row sees, where `windowed`.
+    padded: dim or the next power of two. num_rows, num_keys: of a tile. All in local memory; out
+    alone is written.
     """
     head = tl.program_id(0)
     number = tl.arange(0, slots)
@@ -133,9 +135,11 @@ def attend_rows(q, keys, values, out, starts, positions, num_sequences, context,
     total = tl.zeros([num_rows], tl.float32)
     most = tl.full([num_rows], float("-inf"), tl.float32)
     acc, total, most = attend_span(acc, total, most, query, keys, values, cache, first, whole, at,
-                                   scale, window, windowed, windowed, num_keys)  # fmt: skip
+                                   scale, window, cap, windowed, windowed, capped,
+                                   num_keys)  # fmt: skip
     acc, total, most = attend_span(acc, total, most, query, keys, values, cache, whole, behind, at,
-                                   scale, window, True, windowed, num_keys)  # fmt: skip
+                                   scale, window, cap, True, windowed, capped,
+                                   num_keys)  # fmt: skip
     to = out + (line[:, None] * (kv_heads * group) + head) * dim + column[None, :]
     tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -150,18 +154,21 @@ def attend_packed(
     scale: float,
     window: int = 0,
     is_long: bool | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """As library.packed_attention. starts, i64 [s + 1]: rows starts[i] to starts[i + 1] are those
     of sequence i, their positions follow each other. is_long: whether the sequences that have rows
     see LONG keys and more; unless it is said, by the rows that all have on average.
     """
     if not _takes(q, k_cache, v_cache):
-        return library.packed_attention(q, k_cache, v_cache, positions, sequences, scale, window)
+        return library.packed_attention(
+            q, k_cache, v_cache, positions, sequences, scale, window, softcap
+        )
     if is_long is None:
         is_long = q.shape[0] >= LONG * (starts.shape[0] - 1)
-    if is_long and takes_groups(q, scale):
+    if is_long and takes_groups(q, scale) and not softcap:
         return attend_by_groups(q, k_cache, v_cache, positions, starts, scale, window)
-    return attend_by_tiles(q, k_cache, v_cache, positions, starts, scale, window)
+    return attend_by_tiles(q, k_cache, v_cache, positions, starts, scale, window, softcap)
 
 
 def takes_groups(q: Tensor, scale: float) -> bool:
@@ -218,6 +225,7 @@ def attend_by_tiles(
     starts: Tensor,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """As attend_packed, by the kernel of a tile a program."""
     num_rows, kv_heads, group, dim = q.shape
@@ -231,12 +239,13 @@ def attend_by_tiles(
         for cache in (k_cache, v_cache)
     )
     most_tiles = triton.cdiv(num_rows, tiles.rows) + min(num_sequences, num_rows) - 1
+    factor, cap = score_factors(scale, softcap)
     launch(
         attend_rows, (kv_heads * group, most_tiles),
         heads, keys, values, out, starts, positions, num_sequences, k_cache.shape[-2], kv_heads,
-        *heads.stride()[:2], scale * LOG2_E, window, group=group, dim=dim, padded=padded,
-        windowed=window > 0, slots=triton.next_power_of_2(num_sequences), num_rows=tiles.rows,
-        num_keys=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+        *heads.stride()[:2], factor, window, cap, group=group, dim=dim, padded=padded,
+        windowed=window > 0, capped=softcap > 0, slots=triton.next_power_of_2(num_sequences),
+        num_rows=tiles.rows, num_keys=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
 

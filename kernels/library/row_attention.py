@@ -12,18 +12,16 @@ a mask. Used by device_ops.py.
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-import math
-
 import torch
 import triton
 from torch import Tensor
 from triton import language as tl
 
 from distmega.hostir.library import ops as library
+from distmega.kernels.library.score_caps import cap_scores, score_factors
 from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.gpus import num_sms
 
-LOG2_E = 1 / math.log(2)
 LEAST_ROWS = 16
 """Rows of a product, at least: of query heads of a kv head."""
 MOST_ROWS = 64
@@ -45,18 +43,19 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @triton.jit
 def attend_part(q, keys, values, out, maxima, sums, positions, sequence_stride, head_stride,
-                row_stride, context, scale, window, num_parts, group: tl.constexpr,
+                row_stride, context, scale, window, cap, num_parts, group: tl.constexpr,
                 rows: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr,
-                windowed: tl.constexpr, alone: tl.constexpr, num_keys: tl.constexpr):  # fmt: skip
+                windowed: tl.constexpr, capped: tl.constexpr, alone: tl.constexpr,
+                num_keys: tl.constexpr):  # fmt: skip
     """Part program_id(2) of what kv head program_id(0) of sequence program_id(1) sees.
 
     q: sequence_stride, head_stride and row_stride are elements between sequences, kv heads and
     query heads. keys, values: caches [sequences, kv heads, context, dim], contiguous, read.
-    positions: i64 [sequences]. scale: of scores, in powers of two. window: positions that a row
-    sees, where `windowed`. out: [sequences, kv heads, group, dim], of q's type, where a part is
-    `alone`; else f32 with `num_parts` in front, as maxima and sums have it, f32 [num_parts,
-    sequences, kv heads, group]. rows, padded: group and dim or the next power of two. num_keys:
-    positions at a time. All in local memory; out, maxima and sums are written.
+    positions: i64 [sequences]. scale, cap: of score_factors, which has a cap where `capped`.
+    window: positions that a row sees, where `windowed`. out: [sequences, kv heads, group, dim], of
+    q's type, where a part is `alone`; else f32 with `num_parts` in front, as maxima and sums have
+    it, f32 [num_parts, sequences, kv heads, group]. rows, padded: group and dim or the next power
+    of two. num_keys: positions at a time. All in local memory; out, maxima and sums are written.
     """
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
@@ -88,7 +87,10 @@ def attend_part(q, keys, values, out, maxima, sums, positions, sequence_stride, 
         spot = cache + key[:, None] * dim + column[None, :]
         there = near[:, None] & (column < dim)[None, :]
         k = tl.load(keys + spot, mask=there, other=0.0)
-        scores = tl.where(near[None, :], tl.dot(query, k.T) * scale, float("-inf"))
+        scores = tl.dot(query, k.T) * scale
+        if capped:
+            scores = cap_scores(scores, cap)
+        scores = tl.where(near[None, :], scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1))
         base = tl.where(larger == float("-inf"), 0.0, larger)  # of a block before the window
         weights = tl.exp2(scores - base[:, None])
@@ -142,6 +144,7 @@ def attend_each(
     positions: Tensor,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """As library.attention, of q [s, h, g, d], row s of which sees cache s of [s, h, t, d], or of a
     single row over [h, t, d]. Nobody asks the device for positions.
@@ -149,7 +152,7 @@ def attend_each(
     if k_cache.dim() == 3:
         k_cache, v_cache = k_cache.unsqueeze(0), v_cache.unsqueeze(0)
     if not _takes(q, k_cache, v_cache):
-        return library.masked_attention(q, k_cache, v_cache, positions, scale, window)
+        return library.masked_attention(q, k_cache, v_cache, positions, scale, window, softcap)
     sequences, kv_heads, group, dim = q.shape
     context = k_cache.shape[-2]
     num_parts = _num_parts(sequences * kv_heads, window or context, _num_programs(q))
@@ -164,12 +167,14 @@ def attend_each(
         sums = torch.empty(lines, dtype=torch.float32, device=q.device)
     padded = max(LEAST_ROWS, triton.next_power_of_2(dim))
     num_keys = _num_keys(dim, sequences * kv_heads * num_parts, _num_programs(q))
+    factor, cap = score_factors(scale, softcap)
     launch(
         attend_part, (kv_heads, sequences, num_parts),
         q, k_cache, v_cache, parts, maxima, sums, positions, *q.stride()[:3], context,
-        scale * LOG2_E, window, num_parts, group=group,
+        factor, window, cap, num_parts, group=group,
         rows=max(LEAST_ROWS, triton.next_power_of_2(group)), dim=dim, padded=padded,
-        windowed=window > 0, alone=alone, num_keys=num_keys, num_warps=4, num_stages=3,
+        windowed=window > 0, capped=softcap > 0, alone=alone, num_keys=num_keys, num_warps=4,
+        num_stages=3,
     )  # fmt: skip
     if not alone:
         launch(

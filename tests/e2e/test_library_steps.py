@@ -18,6 +18,7 @@ from distmega.hostir.lower.join_products import first_covered
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import H200
+from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.runtime.memory import allocate_arena, arena_views, spanning_view
 from distmega.models.presets import PRESETS
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -97,19 +98,27 @@ def test_numbers_that_are_none_are_seen_in_what_tokens_were_chosen_for():
     assert not steps.logits.isfinite().any()
 
 
-def test_a_step_is_one_replay_of_a_graph(monkeypatch: pytest.MonkeyPatch):
-    """With a graph that counts its replays in place of a GPU's."""
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_step_is_one_replay_of_a_graph(copies: bool, monkeypatch: pytest.MonkeyPatch):
+    """With a graph that counts its replays in place of a GPU's. copies: a capture runs on copies of
+    states.
+    """
     evaluator, given = opened()
     calls: list[str] = []
 
     class Graph:
-        def __init__(self, evaluator: Evaluator, given: dict[str, Tensor], **_: object) -> None:
+        def __init__(
+            self, evaluator: Evaluator, given: dict[str, Tensor], *, copy_states: bool
+        ) -> None:
+            assert copy_states == copies
             calls.append("capture")
             self.run = lambda inputs: (calls.append("replay"), evaluator.run(given))[1]
 
     monkeypatch.setattr(library_steps, "CapturedHost", Graph)
     monkeypatch.setattr(Evaluator, "graph_breaks", ())
-    steps = LibrarySteps(evaluator, given, BATCH, limit_s=10.0)
+    rehearsed: list[object] = []
+    monkeypatch.setattr(Evaluator, "rehearse", lambda evaluator, given: rehearsed.append(given))
+    steps = LibrarySteps(evaluator, given, BATCH, limit_s=10.0, copy_states=copies)
     steps._captures = True
     steps.start([1] * BATCH, [0] * BATCH)
     steps.run_steps(3)
@@ -117,5 +126,6 @@ def test_a_step_is_one_replay_of_a_graph(monkeypatch: pytest.MonkeyPatch):
     found = steps.run({"tokens": zeros, "positions": zeros})
     assert calls == ["capture", *["replay"] * 4]
     assert found["next"].shape == (BATCH,)
+    assert len(rehearsed) == (not copies and has_triton())
     with pytest.raises(RequestError, match="a trace of 3 steps by library ops"):
         steps.trace(3)

@@ -136,13 +136,23 @@ SMALL: Mapping[str, tuple[str, Callable[[], None]]] = MappingProxyType(
         "packed attention": (
             "attend_rows",
             partial(
-                test_prefill.test_packed_attention_is_that_of_float64, 64, 4, 300, attend_packed
+                test_prefill.test_packed_attention_is_that_of_float64,
+                64,
+                4,
+                300,
+                attend_packed,
+                softcap=0.0,
             ),
         ),
         "attention by groups": (
             "attend_kernel",
             partial(
-                test_prefill.test_packed_attention_is_that_of_float64, 64, 4, 300, attend_by_groups
+                test_prefill.test_packed_attention_is_that_of_float64,
+                64,
+                4,
+                300,
+                attend_by_groups,
+                softcap=0.0,
             ),
         ),
         "products of groups": (

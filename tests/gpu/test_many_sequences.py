@@ -80,17 +80,22 @@ def test_a_program_of_many_rows_is_one_launch(name: str, rows: int):
     check(PROGRAMS[name](rows))
 
 
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize(("batch", "dim", "group"), [(1, 128, 4), (33, 64, 4), (20, 96, 3)])
-def test_attention_of_a_row_each_is_torchs(batch: int, dim: int, group: int, window: int):
+@pytest.mark.parametrize(
+    ("batch", "dim", "group"), [(1, 128, 4), (33, 64, 4), (20, 96, 3), (17, 256, 2)]
+)
+def test_attention_of_a_row_each_is_torchs(
+    batch: int, dim: int, group: int, window: int, softcap: float
+):
     torch.manual_seed(0)
     heads, context = 4, 1000
     q = torch.randn(batch, heads, group, dim, device="cuda").bfloat16()
     caches = [torch.randn(batch, heads, context, dim, device="cuda").bfloat16() for _ in "kv"]
     positions = torch.randint(0, context, (batch,), device="cuda")
-    found = attend_each(q, *caches, positions, dim**-0.5, window)
+    found = attend_each(q, *caches, positions, dim**-0.5, window, softcap)
     exact = (q.double(), *(cache.double() for cache in caches))
-    expected = library.masked_attention(*exact, positions, dim**-0.5, window)
+    expected = library.masked_attention(*exact, positions, dim**-0.5, window, softcap)
     torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=4e-3)
 
 

@@ -98,15 +98,16 @@ def test_queries_keys_and_values_of_one_product_are_those_of_torch(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("attend", [attend_packed, attend_by_tiles, attend_by_groups])
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (96, 2), (128, 4), (128, 3), (256, 1)])
 def test_packed_attention_is_that_of_float64(
-    dim: int, group: int, window: int, attend: Callable[..., torch.Tensor]
+    dim: int, group: int, window: int, attend: Callable[..., torch.Tensor], softcap: float
 ):
     """Sequences of several tiles and of one row, behind prefixes, one without rows."""
-    if attend is attend_by_groups and dim not in STAGES:
-        pytest.skip(f"heads of {dim} are the other kernel's")
+    if attend is attend_by_groups and (dim not in STAGES or softcap):
+        pytest.skip(f"heads of {dim}, or soft caps, are the other kernel's")
     torch.manual_seed(0)
     lengths, cached = (700, 0, 1, 129, 64), (0, 40, 900, 300, 0)
     kv_heads, context = 3, 1000
@@ -120,11 +121,12 @@ def test_packed_attention_is_that_of_float64(
     starts = torch.tensor([sum(lengths[:i]) for i in range(6)], device="cuda")
     given = (q, *caches, positions, sequences)
     operands = given if attend is attend_packed else given[:4]
-    found = attend(*operands, starts, dim**-0.5, window)
+    capped = {"softcap": softcap} if softcap else {}
+    found = attend(*operands, starts, dim**-0.5, window, **capped)
     exact = library.packed_attention(*(x.double() if x.is_floating_point() else x for x in given),
-                                     dim**-0.5, window)  # fmt: skip
+                                     dim**-0.5, window, softcap)  # fmt: skip
     error = (found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
-    print(f"d={dim} window={window}: {error.max():.2e}")
+    print(f"d={dim} window={window} cap={softcap:g}: {error.max():.2e}")
     assert error.max() < 1.6e-2
 
 

@@ -11,9 +11,17 @@ from torch import nn
 import distmega
 from distmega.cli.explain import collect_decode, write_report
 from distmega.cli.main import main
+from distmega.engine.decode_plan import (
+    lower_decode,
+    lower_library_decode,
+    lower_prefill,
+    plan_decode,
+)
 from distmega.errors import ModelError
+from distmega.kernels.machines import H200
 from distmega.sources.locate import read_config
 from distmega.torch_import.huggingface.decoders import HfDecoder
+from tests.hostir.run.test_capture import breaks, kinds_of, run_ops
 from tests.models.files import save_tokenizer
 from tests.torch_import.huggingface.test_decoders import family_config, reference
 
@@ -22,6 +30,7 @@ RANK = distmega.RankContext(
     device="cpu",
 )  # fmt: skip
 VOCAB = 288
+EVERY = "mamba", "mamba2", "jamba", "falcon_h1", "gemma2", "gptj", "falcon-alibi", "mpt", "gpt_oss"
 
 
 def save_model(folder: Path, name: str) -> nn.Module:
@@ -91,6 +100,23 @@ def test_sequences_of_a_model_with_states_go_on_apart(name: str, tmp_path: Path)
         )
     scores = engine.logits(texts[1])
     torch.testing.assert_close(scores, expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_next", *(pytest.param(each, marks=pytest.mark.nightly) for each in (*EVERY, "lfm2"))],
+)
+def test_passes_and_steps_can_be_graphs(name: str, tmp_path: Path):
+    """One token a pass where states are kept, which each token changes."""
+    save_model(tmp_path, name)
+    config = distmega.open_model(tmp_path).config
+    options = distmega.EngineOptions(max_context=32, batch=3)
+    staged = plan_decode(config, distmega.DeviceMesh(tp=1), H200, options)
+    plan = lower_decode(config, staged, options, peer_memory=False)
+    num_rows = 1 if config.recurrent_states else 20
+    for host in (lower_library_decode(plan), lower_prefill(plan, num_rows, "none")):
+        assert not breaks(host)
+        run_ops(host, kinds_of(host) - {"attention"})
 
 
 def test_a_plan_of_such_a_folder_is_explained(tmp_path: Path):

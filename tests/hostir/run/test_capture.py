@@ -20,12 +20,14 @@ from distmega.engine.decode_plan import (
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.ir.nodes import HostProgram, LibraryOp
 from distmega.hostir.library import ops as library
+from distmega.hostir.library.pointwise import evaluate_all
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.hostir.run.graph_breaks import graph_breaks
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import H200
 from distmega.kernels.ugraphs.ops import compile_graph
 from distmega.models.sampling import Sampling
+from distmega.program import expr
 from distmega.program.kinds import FUSED_GRAPH
 from distmega.program.ops.lookups import embedding_values
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -140,6 +142,15 @@ def test_an_embedding_divided_over_ranks_needs_nothing_of_the_host():
     ids, table = torch.zeros(3, dtype=torch.int64, device=META), torch.empty(8, 4, device=META)
     with host_free():
         embedding_values(ids, table, 8, 16)
+
+
+@pytest.mark.parametrize("text", ["where(a0, 0.0, a1)", "where(1.0, a1, 0.0)", "where(a0, 2, 1)"])
+def test_constants_of_a_choice_are_made_where_the_operands_are(text: str):
+    xs = torch.empty(3, dtype=torch.bool, device=META), torch.empty(3, device=META)
+    given = [expr.parse(text)], xs, (torch.float32,)
+    evaluate_all(*given)  # constants are kept from here on
+    with host_free():
+        evaluate_all(*given)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ def patch_tensors(tensor: type, scope: interpreter._LangPatchScope) -> None:
 SMALL = AttentionTiles(rows=16, keys=16, warps=4, stages=1)
 
 
-def error_of(lengths: tuple[int, ...], cached: tuple[int, ...], window: int, dim: int) -> float:
+def error_of(
+    lengths: tuple[int, ...], cached: tuple[int, ...], window: int, dim: int, cap: float = 0.0
+) -> float:
     """Sequences of so many rows behind so many positions in their caches; 0 rows: not there."""
     torch.manual_seed(0)
     kv_heads, group, context = 2, 3, 96
@@ -40,8 +42,8 @@ def error_of(lengths: tuple[int, ...], cached: tuple[int, ...], window: int, dim
     if len(lengths) == 1:
         caches = [cache[0] for cache in caches]
     given = (q, *caches, positions, sequences)
-    found = attend_packed(*given, starts, dim**-0.5, window)
-    expected = library.packed_attention(*given, dim**-0.5, window)
+    found = attend_packed(*given, starts, dim**-0.5, window, softcap=cap)
+    expected = library.packed_attention(*given, dim**-0.5, window, cap)
     return float((found - expected).abs().max())
 
 
@@ -51,6 +53,8 @@ CASES = (
     ((33, 0, 1, 20), (0, 5, 60, 31), 0, 16),
     ((33, 0, 1, 20), (0, 5, 60, 31), 9, 16),
     ((30, 25), (3, 50), 24, 24),
+    ((30, 25), (3, 50), 24, 24, 0.7),
+    ((17,), (45,), 0, 16, 5.0),
 )
 
 if __name__ == "__main__":

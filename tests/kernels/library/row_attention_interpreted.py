@@ -17,7 +17,9 @@ from distmega.kernels.library.row_attention import attend_each
 from tests.kernels.library.packed_attention_interpreted import patch_tensors
 
 
-def error_of(positions: tuple[int, ...], window: int, dim: int, group: int, parts: int) -> float:
+def error_of(
+    positions: tuple[int, ...], window: int, dim: int, group: int, parts: int, cap: float = 0.0
+) -> float:
     """A row of each sequence at these positions; nothing lies behind them."""
     torch.manual_seed(0)
     kv_heads, context = 2, 96
@@ -31,9 +33,9 @@ def error_of(positions: tuple[int, ...], window: int, dim: int, group: int, part
         patch.object(row_attention, "_num_parts", lambda *_: parts),
         patch.object(library, "masked_attention", side_effect=AssertionError("the kernel does it")),
     ):
-        found = attend_each(q, *caches, at, dim**-0.5, window)
+        found = attend_each(q, *caches, at, dim**-0.5, window, cap)
     known = [cache.nan_to_num() for cache in caches]
-    expected = library.masked_attention(q, *known, at, dim**-0.5, window)
+    expected = library.masked_attention(q, *known, at, dim**-0.5, window, cap)
     return float((found - expected).abs().max())
 
 
@@ -42,6 +44,8 @@ CASES = (
     ((0, 95, 33), 0, 16, 4, 3),
     ((1, 70), 20, 24, 3, 1),
     ((1, 70), 20, 24, 3, 2),
+    ((1, 70), 20, 24, 3, 2, 0.7),
+    ((0, 95, 33), 0, 16, 4, 1, 5.0),
     ((50,), 0, 32, 17, 4),
 )
 

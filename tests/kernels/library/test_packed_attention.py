@@ -17,18 +17,20 @@ def test_interpreted_sequences_of_any_lengths_prefixes_and_windows_are_torchs() 
 
 
 @pytest.mark.parametrize(
-    ("dim", "windowed"), [(64, False), (96, False), (128, False), (128, True), (256, False)]
-)
-def test_keys_come_by_tma_and_nothing_spills(dim: int, windowed: bool) -> None:
+    ("dim", "windowed", "capped"),
+    [(64, False, False), (96, False, False), (128, False, False), (128, True, False),
+     (256, False, False), (256, True, True)],
+)  # fmt: skip
+def test_keys_come_by_tma_and_nothing_spills(dim: int, windowed: bool, capped: bool) -> None:
     padded = max(64, triton.next_power_of_2(dim))
     tiles = TILES[padded]
     block = f"tensordesc<bf16[{tiles.keys}, {padded}]>"
     types = {"q": "*bf16", "keys": block, "values": block, "out": "*bf16"}
-    types |= {"starts": "*i64", "positions": "*i64", "scale": "fp32"}
+    types |= {"starts": "*i64", "positions": "*i64", "scale": "fp32", "cap": "fp32"}
     strides = ("row_stride", "head_stride")
     types |= dict.fromkeys(("num_sequences", "context", "kv_heads", "window", *strides), "i32")
     constants = {"group": 4, "dim": dim, "padded": padded, "windowed": windowed, "slots": 16}
-    constants |= {"num_rows": tiles.rows, "num_keys": tiles.keys}
+    constants |= {"num_rows": tiles.rows, "num_keys": tiles.keys, "capped": capped}
     code = compile_kernel(attend_rows, types, constants, tiles.warps, None, strides)
     assert code.stack_bytes == 0
     assert code.shared_bytes <= SHARED_BYTES

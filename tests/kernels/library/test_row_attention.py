@@ -22,14 +22,16 @@ def test_interpreted_rows_at_any_positions_are_torchs() -> None:
     assert float(done.stdout) < 1e-5
 
 
-@pytest.mark.parametrize(("dim", "alone"), [(64, False), (128, True)])
-def test_keys_come_ahead_and_nothing_spills(dim: int, alone: bool) -> None:
+@pytest.mark.parametrize(
+    ("dim", "alone", "capped"), [(64, False, False), (128, True, False), (256, True, True)]
+)
+def test_keys_come_ahead_and_nothing_spills(dim: int, alone: bool, capped: bool) -> None:
     names = ("sequence_stride", "head_stride", "row_stride", "context", "window", "num_parts")
     types: dict[str, object] = {"q": "*bf16", "keys": "*bf16", "values": "*bf16"}
     types |= {"out": "*bf16" if alone else "*fp32", "maxima": "*fp32", "sums": "*fp32"}
-    types |= {"positions": "*i64", "scale": "fp32"} | dict.fromkeys(names, "i32")
+    types |= {"positions": "*i64", "scale": "fp32", "cap": "fp32"} | dict.fromkeys(names, "i32")
     constants = {"group": 4, "rows": 16, "dim": dim, "padded": dim, "windowed": False}
-    constants |= {"alone": alone, "num_keys": 64}
+    constants |= {"alone": alone, "capped": capped, "num_keys": 32 if dim > 128 else 64}
     code = compile_kernel(attend_part, types, constants, 4, None, names[:4])
     assert code.stack_bytes == 0
     assert code.shared_bytes <= SHARED_BYTES // 2
