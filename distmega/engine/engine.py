@@ -56,6 +56,7 @@ from distmega.kernels.runtime import warm_up
 from distmega.kernels.runtime.gpus import facts_of
 from distmega.kernels.runtime.stepping import SteppingRunner
 from distmega.kernels.runtime.streams.signals import open_signals
+from distmega.kernels.runtime.symmetric import reach_problem
 from distmega.models.decoder import PEAKS, AnyDecoder, Logits
 from distmega.models.sampling import (
     MOST_LIKELY,
@@ -77,9 +78,10 @@ logger = logging.getLogger(__name__)
 class Engine(OwnProcess):
     """A model on one rank. All ranks of the mesh must make the same calls in the same order.
 
-    With several ranks a HangError is the last thing that a call gives: a rank that gave up starts
-    fewer launches than those that did not yet, and from then on they number their steps differently
-    and would take each other's results for others. Later calls on it raise RequestError.
+    With several ranks a HangError, of a kernel or a graph, is the last thing that a call gives: a
+    rank that gave up starts fewer launches than those that did not yet, and from then on they
+    number their steps differently and would take each other's results for others. Later calls on it
+    raise RequestError.
     """
 
     how_to_remake = "call open_engine in the other process"
@@ -181,7 +183,12 @@ class Engine(OwnProcess):
 
     def _share_memory(self, stage: DeviceMesh, options: EngineOptions, node: str) -> bool:
         """share_memory of this rank's stage; all ranks of the mesh ask together."""
-        problem = "" if self.device.type == "cuda" else late.peer_memory_problem()
+        problem = ""
+        if self.device.type != "cuda":
+            problem = late.peer_memory_problem()
+        elif stage.num_ranks > 1:
+            assert self.device.index is not None, "find_device names one"
+            problem = reach_problem(self.device.index)
         found = self.comm.all_gather_object((node, problem))
         mates = dict(zip(self.mesh.ranks, found, strict=True))
         return share_memory([mates[rank] for rank in stage.ranks], options)

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from distmega.errors import RequestError, argument, counted
+from distmega.collecting import gc_paused
+from distmega.errors import HangError, RequestError, argument, counted
 from distmega.hostir.run.cuda_graph import CapturedHost, capture_on_ranks
-from distmega.hostir.run.deadline import await_ranks
+from distmega.hostir.run.deadline import await_event
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.runtime import late
 from distmega.kernels.runtime.compilations import has_triton
@@ -42,7 +43,7 @@ class LibrarySteps:
         copy_states: bool = False,
     ) -> None:
         """given: weights, caches and how tokens are sampled, by name; they stay where they are.
-        batch: sequences of a step. limit_s: how long a launch may wait for other ranks.
+        batch: sequences of a step. limit_s: how long a launch of several ranks may take.
         copy_states: a step that is run again from one state does not write the same into it.
         """
         self.host, self._limit_s = evaluator.host, limit_s
@@ -54,6 +55,8 @@ class LibrarySteps:
         self._given = {**given, "tokens": tokens, "positions": positions}
         self._num = batch
         self._captures = evaluator.device.type == "cuda"
+        self._waits = self._captures and evaluator.comm.mesh.num_ranks > 1
+        self._has_hung = False
         self._graph: CapturedHost | None = None
         self.logits = torch.zeros(batch, 1, device=evaluator.device)
         """See SteppingRunner; of a step here the values that its tokens were chosen for, which are
@@ -62,12 +65,12 @@ class LibrarySteps:
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One step; tensors: `tokens` and `positions`, i64 [batch], and what was given before.
-        Outputs by name, the caller's. RankFailure if another rank did not come.
+        Outputs by name, the caller's. HangError as await_launch.
         """
         self._tokens.copy_(tensors["tokens"])
         self._positions.copy_(tensors["positions"])
         outputs = {name: x.clone() for name, x in self._step().items()}
-        if self._captures and self._evaluator.comm.mesh.num_ranks > 1:
+        if self._waits:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
             self.await_launch(done)
@@ -120,8 +123,18 @@ class LibrarySteps:
         )
 
     def await_launch(self, done: torch.cuda.Event) -> None:
-        """See SteppingRunner. Nobody else watches a collective inside a graph."""
-        await_ranks(done, self._limit_s, f"decode steps of rank {self._evaluator.comm.rank}")
+        """See SteppingRunner. Nobody else watches a collective inside a graph. After a HangError
+        what is queued may never end, and later calls do not wait for it.
+        """
+        if not self._waits:
+            done.synchronize()
+            return
+        what = f"decode steps of rank {self._evaluator.comm.rank}"
+        try:
+            await_event(done, 0.0 if self._has_hung else self._limit_s, what)
+        except HangError:
+            self._has_hung = True
+            raise
 
     def raise_hang(self) -> None:
         """Waits for other ranks have no end of their own; see await_launch."""
@@ -135,6 +148,7 @@ class LibrarySteps:
             self.logits = outputs[PEAKS][:, None]
         return outputs
 
+    @gc_paused  # compilers make a million objects
     def _capture(self) -> CapturedHost | None:
         """The step as a graph; None, from then on, where that can't be."""
         if has_triton() and not self._copies_states:

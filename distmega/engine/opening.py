@@ -25,6 +25,7 @@ from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.lower.join_products import first_covered
+from distmega.hostir.run.deadline import graph_limit_s
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
 from distmega.kernels import late as kernels_late
 from distmega.kernels.library.device_ops import KernelOps
@@ -161,7 +162,7 @@ class Opener:
         given, options = {**self.arenas.tensors, **joined, **sample_inputs}, self.plan.options
         recurrent = bool(self.plan.config.recurrent_states)
         steps = LibrarySteps(
-            evaluator, given, options.batch, options.timeout_s, copy_states=recurrent
+            evaluator, given, options.batch, graph_limit_s(options.timeout_s), copy_states=recurrent
         )
         return DecodeSteps(runner=steps, stepping=None if recurrent else steps, joined=joined)
 

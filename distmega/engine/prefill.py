@@ -39,7 +39,7 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.passes.resize import resize_inputs
 from distmega.hostir.run.cuda_graph import CapturedHost, GraphMemory, capture_on_ranks
-from distmega.hostir.run.deadline import await_ranks
+from distmega.hostir.run.deadline import await_event, graph_limit_s
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.runtime import late
 from distmega.kernels.runtime.compilations import has_triton
@@ -53,8 +53,6 @@ LEAST_RANGE = 511
 LONG_KEYS = 3072
 """Keys a row from which attention is by the kernel for long sequences, where there is one: of 2048
 it takes as long as the other, of 4096 less (docs/notes/prefill.md)."""
-MARGIN_S = 5.0
-"""What a graph may take beside its waits for other ranks."""
 
 Tensors = Mapping[str, Tensor]
 
@@ -302,8 +300,8 @@ class Prefills:
         """Until what is queued has ended. Nobody else watches a collective inside a graph."""
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        limit_s = 2 * self._decode_plan.options.timeout_s + MARGIN_S
-        await_ranks(done, limit_s, f"a prompt of rank {self._comm.rank}")
+        limit_s = graph_limit_s(self._decode_plan.options.timeout_s)
+        await_event(done, limit_s, f"a prompt of rank {self._comm.rank}")
 
 
 def _to_host(x: Tensor) -> Tensor:

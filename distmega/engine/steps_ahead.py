@@ -1,4 +1,4 @@
-"""Decode steps of a GPU's kernel, launched ahead of what the host does with their tokens.
+"""Decode steps of a GPU, launched ahead of what the host does with their tokens.
 
 In: a runner that was told where to start. Out: the tokens of one step after another. While those of
 a launch are given out the next launch runs, so the GPU does not wait for the host. Next on the
@@ -7,12 +7,13 @@ walk: kernels/runners.py.
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from distmega.errors import ModelError, RankFailure
+from distmega.errors import HangError, ModelError
 from distmega.kernels.runtime.stepping import SteppingRunner
 
 MAX_STEPS = 16
@@ -37,24 +38,26 @@ def decode_ahead(
     explain: Callable[[], ModelError],
 ) -> Iterator[tuple[int, ...]]:
     """Tokens of the next `num_steps` steps, on the current stream. note: called with the steps of
-    each launch. HangError if a wait in the kernel has expired, RankFailure if another rank did not
-    come; what `explain` gives if a launch ends with logits that are not finite.
+    each launch. HangError if a wait for another rank has expired, also of a launch that a caller
+    who stops early has no use for; what `explain` gives if a launch ends with logits that are not
+    finite.
     """
     launches = (_launch(stepping, size, note) for size in launch_sizes(num_steps))
-    running = next(launches, None)
+    running = latest = next(launches, None)
     try:
         while running:
             following = next(launches, None)
+            latest = following or latest
             stepping.await_launch(running.done)
             if not math.isfinite(running.total):
                 raise explain()
             yield from map(tuple, running.rows.tolist())
             running = following
-    except RankFailure:
-        raise
-    except BaseException:
+    except BaseException as error:
         # a caller may stop early, and other ranks wait for what this one's last launch sends
-        torch.cuda.current_stream().synchronize()
+        if latest is not None:
+            with suppress(HangError) if isinstance(error, HangError) else nullcontext():
+                stepping.await_launch(latest.done)
         raise
 
 

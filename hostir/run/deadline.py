@@ -1,9 +1,9 @@
 """How long what was queued on a GPU may take: nobody else watches the collectives of a graph.
 
-Comes in: a mark behind each call. Goes out: HangError from `wait`, in time. A host that never waits
-so, and hangs in torch.cuda.synchronize, is ended by a thread, as torch's watchdog ends one that
-waits for a collective outside of graphs. Used by distmega/compiled.py, engine/prefill.py and
-engine/library_steps.py.
+Comes in: a mark behind each call. Goes out: HangError where it is waited for, in time. A host that
+never waits so, and hangs in torch.cuda.synchronize, is ended by a thread, as torch's watchdog ends
+one that waits for a collective outside of graphs. Used by distmega/compiled.py, engine/prefill.py
+and engine/library_steps.py.
 """
 
 import logging
@@ -13,12 +13,14 @@ import time
 
 import torch
 
-from distmega.errors import HangError, RankFailure
+from distmega.errors import HangError
 
 logger = logging.getLogger(__name__)
 
 HUNG = 86
 """Exit status of such a process. It is not aborted: a core of all that a GPU maps takes minutes."""
+MARGIN_S = 5.0
+"""What a graph may take beside its waits for other ranks."""
 GRACE_S = 10.0
 """How much longer the thread waits than `wait` does."""
 
@@ -33,16 +35,26 @@ def ends_within(done: torch.cuda.Event, limit_s: float) -> bool:
     return True
 
 
-def await_ranks(done: torch.cuda.Event, limit_s: float, what: str) -> None:
-    """Returns once an event is reached; RankFailure where that takes longer than the limit, since
-    another rank has not come. what: is waited for, such as "a prompt of rank 1".
+def await_event(done: torch.cuda.Event, limit_s: float, what: str) -> None:
+    """Returns once an event is reached; HangError where that takes longer than the limit. what: is
+    waited for, such as "a prompt of rank 1".
     """
     if not ends_within(done, limit_s):
-        raise RankFailure(
-            f"{what} still under way after {limit_s:g} s",
-            expected="every rank of the mesh to take part",
-            remedy="look for the rank that ended first, and start the job again",
-        )
+        raise hang_error(what, limit_s)
+
+
+def hang_error(what: str, limit_s: float) -> HangError:
+    """What to raise where something has taken longer than its limit."""
+    return HangError(
+        f"{what}: still under way after {limit_s:g} s",
+        expected="every rank of the mesh to make the same calls in that time",
+        remedy="look for the rank that ended or stopped first, and start the job again",
+    )
+
+
+def graph_limit_s(timeout_s: float) -> float:
+    """How long a graph may take whose waits for other ranks take `timeout_s` each, at most."""
+    return 2 * timeout_s + MARGIN_S
 
 
 class Deadline:
@@ -75,17 +87,10 @@ class Deadline:
         """
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        ended = ends_within(done, self.limit_s)
-        self._marks = ()
-        if not ended:
-            raise self._error()
-
-    def _error(self) -> HangError:
-        return HangError(
-            f"{self.what}: still under way after {self.limit_s:g} s",
-            expected="every rank of the mesh to make the same calls in that time",
-            remedy="look for the rank that ended or stopped first, and start the job again",
-        )
+        try:
+            await_event(done, self.limit_s, self.what)
+        finally:
+            self._marks = ()
 
     def _watch(self) -> None:
         while True:
@@ -102,6 +107,6 @@ class Deadline:
         if self._marks is not marks:  # calls go on, and the event may stand for a later one by now
             return
         if not reached:
-            logger.critical("%s", self._error())
+            logger.critical("%s", hang_error(self.what, self.limit_s))
             os._exit(HUNG)
         self._marks = marks[1:]

@@ -526,8 +526,8 @@ class _Rehearsal(_Compiler):
         out = self.buffers[node.out]
         call = None if self.stand_in is None else compile_matmul(node, out, self.stand_in)
         norm = node.norm and (node.norm.kind, node.norm.eps)
-        same = node.kind, node.mesh_axis, node.num_rows, node.replicated, node.mixes, norm
-        return self.once(same, call, node.reads, node.writes)
+        way = node.kind, node.mesh_axis, node.num_rows, node.replicated, node.forced
+        return self.once((*way, node.mixes, norm), call, node.reads, node.writes)
 
     def rehearsed_collective(self, node: Collective) -> Step | None:
         if self.stand_in is None:
@@ -560,13 +560,13 @@ class _Rehearsal(_Compiler):
 
     def once(
         self,
-        same: tuple[object, ...],
+        key: tuple[object, ...],
         call: Callable[[Sequence[Tensor]], object] | None,
         reads: Sequence[str],
         writes: Sequence[str],
     ) -> Step:
-        """Calls with the tensors of `reads`, but for operands of one kind only once for all nodes
-        of which `same` is the same; then new memory for `writes`.
+        """Calls with the tensors of `reads`, for operands of one kind once for all nodes of a key;
+        then new memory for `writes`.
         """
         allocate = self.allocating([out for out in writes if out not in self.shared])
 
@@ -574,9 +574,8 @@ class _Rehearsal(_Compiler):
             if call is not None:
                 xs = [f.tensors[name] for name in reads]
                 kinds = [(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in xs]
-                key = *same, *kinds
-                if key not in self.known:
-                    self.known.add(key)
+                if (*key, *kinds) not in self.known:
+                    self.known.add((*key, *kinds))
                     call(xs)
             allocate(f)
 

@@ -20,9 +20,12 @@ from distmega.kernels.gemm.api import (
     matmul_reduce_scatter,
     matmul_sum_norm,
     means_of,
+    mix_columns,
 )
 from distmega.kernels.gemm.machine import measured
 from distmega.kernels.gemm.workspace import Workspace, workspace_of
+from distmega.kernels.pipelined.api import normalise_rows
+from distmega.program import expr
 
 DONE = CommHandle(lambda: None)
 """Of what the current stream does."""
@@ -151,7 +154,14 @@ class _StandIn(PeerMatmuls):
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """See Matmuls."""
         run = super().compile(node)
-        return lambda x, w: self._empty_out(node, x, w) if self._by_nccl(node, x, w) else run(x, w)
+        formula = expr.parse(node.mixes) if node.mixes else None
+
+        def rehearse(x: Tensor, w: Tensor) -> Tensor:
+            if self._by_nccl(node, x, w):
+                return mix_columns(self._empty_product(node, x, w), formula)
+            return run(x, w)
+
+        return rehearse
 
     def compile_normed(self, node: FusedMatmul, norm: SumNorm) -> NormedProduct:
         """See Matmuls."""
@@ -159,7 +169,10 @@ class _StandIn(PeerMatmuls):
 
         def rehearse(x: Tensor, w: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
             if self._by_nccl(node, x, w):
-                return self._empty_out(node, x, w), self._empty_out(node, x, w)
+                residual, weight, *bias = given
+                total = self._empty_product(node, x, w)
+                shift = bias[0] if bias else None
+                return normalise_rows(norm.kind, total, residual, weight, shift, norm.eps)
             return run(x, w, given)
 
         return rehearse
@@ -171,14 +184,14 @@ class _StandIn(PeerMatmuls):
         found = means_of(node.kind, x, w, self.comm, axis, replicated=replicated, overlap=overlap)
         return found == "nccl"
 
-    def _empty_out(self, node: FusedMatmul, x: Tensor, w: Tensor) -> Tensor:
-        size, (rows, columns) = self.comm.mesh.size(node.mesh_axis), (x.shape[0], w.shape[0])
+    def _empty_product(self, node: FusedMatmul, x: Tensor, w: Tensor) -> Tensor:
+        size, rows = self.comm.mesh.size(node.mesh_axis), x.shape[0]
         rows = {
             "all_gather_matmul": size * rows,
             "matmul_reduce_scatter": rows // size,
             "matmul_all_reduce": rows,
         }[node.kind]
-        return x.new_empty(rows, columns // 2 if node.mixes else columns)
+        return x.new_empty(rows, w.shape[0])
 
 
 def _by_kernel(

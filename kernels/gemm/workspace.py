@@ -263,6 +263,7 @@ class StandInWorkspace(Workspace):
 
     def __init__(self, workspace: Workspace) -> None:
         """workspace: for which it stands in."""
+        self._buffer = torch.empty(0, device="cpu")
         team = workspace.team
         super().__init__(StandInTeam(comm=team.comm, axis=team.axis), 0)
 
@@ -301,12 +302,13 @@ class StandInWorkspace(Workspace):
         """None comes."""
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """New memory, as long as the call lasts."""
-        return torch.empty(*shape, dtype=dtype, device=self.device)
+        """New memory."""
+        self._buffer = torch.empty(*shape, dtype=dtype, device=self.device)
+        return self._buffer
 
     def peer_buffers(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """One for all other ranks."""
-        return [self.buffer(shape, dtype)] * (self.num_ranks - 1)
+        """That of this rank, for each."""
+        return [self._buffer] * (self.num_ranks - 1)
 
 
 _workspaces: dict[tuple[NcclCommunicator, str], Workspace] = {}

@@ -106,10 +106,11 @@ class Launch:
         return self._compiled
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
-        if self._run is None:
-            if launches_nothing():
+        if launches_nothing():
+            if self._run is None:
                 self.prepare(tensors)
-                return
+            return
+        if self._run is None:
             self._run = self._loaded(tensors)
         given = zip(self._takers, tensors, strict=True)
         self._run(*[None if x is None else take(x) for take, x in given], *self.rest)

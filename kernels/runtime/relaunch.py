@@ -76,14 +76,17 @@ class Launcher:
             self._preparing = None
 
     def __call__(self, *arguments: object) -> None:
-        """Launches on the current stream of the current device; the first call compiles."""
+        """Launches on the current stream of the current device; the first call compiles. Within
+        launching_nothing one that has run before does nothing.
+        """
         self.await_prepared()
+        if launches_nothing():
+            if self._run is None:
+                given = {**self._constants, **self._options}
+                self._kernel.warmup(*arguments, grid=(self._num_programs,), **given)
+            return
         if self._run is not None:
             self._run(*arguments, *self._constants.values())
-            return
-        if launches_nothing():
-            given = {**self._constants, **self._options}
-            self._kernel.warmup(*arguments, grid=(self._num_programs,), **given)
             return
         launch = self._kernel[(self._num_programs,)]
         compiled = launch(*arguments, **self._constants, **self._options)

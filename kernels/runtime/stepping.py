@@ -64,7 +64,7 @@ class SteppingRunner(BoundedRunner, Protocol):
 
     def await_launch(self, done: torch.cuda.Event) -> None:
         """Returns once an event behind a launch is reached. HangError if a wait of it has expired,
-        RankFailure if another rank did not come, so that what is queued may never end.
+        which makes what the launch gave void.
         """
         ...
 

@@ -137,7 +137,7 @@ def open_symmetric(
     """
     os.environ.setdefault(DISABLE_MULTICAST, "1")
     size = -(-max(num_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    problems = [_agree(comm, _reach_problem())]
+    problems = [_agree(comm, reach_problem(torch.cuda.current_device()))]
     if not problems[0]:
         problems.clear()
         for backend in backends:
@@ -158,9 +158,8 @@ def _agree(comm: NcclCommunicator, problem: str) -> str:
     return next((f"rank {rank}: {theirs}" for rank, theirs in found if theirs), "")
 
 
-def _reach_problem() -> str:
-    """Why this GPU can't reach the others that it sees; empty if it can."""
-    here = torch.cuda.current_device()
+def reach_problem(here: int) -> str:
+    """Why GPU `here` can't reach the others that this process sees; empty if it can."""
     others = [i for i in range(torch.cuda.device_count()) if i != here]
     if not others:
         return "" if read_settings().share_gpus else "it sees no GPU but its own"

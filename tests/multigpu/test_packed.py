@@ -68,6 +68,30 @@ def packed_prompts_are_one_ranks(comm: Communicator, model: str) -> None:
     assert all(program.graph for program in programs)
 
 
+def programs_share_kernels(comm: Communicator) -> None:
+    """Prompts of an octave each, planned one after the other: the later ones' kernels are those
+    that ran before, and a rehearsal runs none, for no other rank comes to it.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    team = open_engine(comm, "qwen3-8b")
+    lone = open_engine(SingleCommunicator(DeviceMesh(tp=1)), "qwen3-8b")
+    for length in (500, 1000):
+        prompts = [
+            torch.randint(0, 1000, (length,), generator=generator, device="cpu").tolist()
+            for _ in range(2)
+        ]
+        for _ in range(2):
+            error = relative_errors(last_logits(team, prompts), last_logits(lone, prompts))
+            assert float(error.max()) < 3e-2
+    programs = team._prefills._programs.values()
+    assert [program.rehearses for program in programs] == [True, True]
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
+def test_a_later_program_of_the_same_kernels(device: str, num_ranks: int, run_ranks):
+    run_ranks(f"{HERE}:programs_share_kernels", device, num_ranks)
+
+
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "qwen3-8b"])
 @pytest.mark.parametrize(("device", "num_ranks"), ON_GPUS)
 def test_packed(device: str, num_ranks: int, model: str, run_ranks):

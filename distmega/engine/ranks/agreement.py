@@ -18,8 +18,7 @@ T = TypeVar("T")
 def share_memory(mates: Sequence[tuple[str, str]], options: EngineOptions) -> bool:
     """Whether collectives run inside the megakernel; the same answer on every rank of a stage.
 
-    mates: host and problem with shared memory of each of them; GPUs of one host show only when
-    memory is opened whether they reach each other.
+    mates: host and problem with shared memory of each of them.
     """
     nodes = {name for name, _ in mates}
     problems = {problem for _, problem in mates if problem}

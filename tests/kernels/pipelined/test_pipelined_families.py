@@ -18,6 +18,7 @@ from distmega.kernels.pipelined.families import LaunchFamily
 from distmega.kernels.pipelined.norms import norms
 from distmega.kernels.pipelined.pointwise import pointwise
 from distmega.kernels.pipelined.pointwise.exprs import formula_of
+from distmega.kernels.runtime.ahead import launching_nothing
 from tests.forked import forking
 from tests.kernels.offline import offline
 from tests.kernels.ptx import loads, stores
@@ -49,6 +50,19 @@ def test_a_class_is_compiled_once(launched):
     again.run(others)
     assert again is family
     assert len(launched) == 1
+
+
+def test_nothing_runs_in_a_rehearsal_not_even_what_ran_before(launched, monkeypatch):
+    family, operands = rms_family(80, 2048)
+    launch = family.launch(family.choices[0])
+    launch(operands)
+    ran: list[object] = []
+    monkeypatch.setattr(launch, "_run", lambda *given: ran.append(given))
+    with launching_nothing(torch.device("cpu")):
+        launch(operands)
+    assert not ran
+    launch(operands)
+    assert len(ran) == 1
 
 
 def test_each_kernel_takes_what_it_is_launched_with(launched):

@@ -10,6 +10,7 @@ from triton.backends.nvidia.driver import make_launcher
 from triton.runtime import driver
 
 from distmega.kernels.runtime import relaunch, warm_up
+from distmega.kernels.runtime.ahead import launching_nothing
 from tests.kernels.offline import offline
 
 
@@ -52,6 +53,28 @@ def test_the_launcher_beside_a_kernel_is_that_of_the_kernel(monkeypatch: pytest.
 def test_a_kernel_that_gives_no_source_has_its_launcher_from_triton():
     kernel = SimpleNamespace(device_caches={})
     assert relaunch.make_launcher_beside(kernel, (), {}) is None
+
+
+def test_nothing_runs_in_a_rehearsal_not_even_what_ran_before(monkeypatch: pytest.MonkeyPatch):
+    """Of a kernel that waits for other ranks nobody would come."""
+    ran: list[int] = []
+    x, y = torch.zeros(64), torch.zeros(64)
+    with offline(monkeypatch) as compiled:
+        monkeypatch.setattr(
+            type(driver.active).launcher_cls, "__call__", lambda self, *given: ran.append(given[-1])
+        )
+        launch = relaunch.Launcher(copy, 1, {"spec": 64}, num_warps=2)
+        with launching_nothing(torch.device("cpu")):
+            launch(x, y, 40)
+        assert len(compiled) == 1
+        assert not ran
+        launch(x, y, 50)
+        launch(x, y, 50)
+        assert len(ran) == 2
+        with launching_nothing(torch.device("cpu")):
+            launch(x, y, 60)
+        assert len(ran) == 2
+    assert len(compiled) == 1
 
 
 def test_warming_up_loads_the_driver(monkeypatch: pytest.MonkeyPatch):
