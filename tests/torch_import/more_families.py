@@ -122,7 +122,10 @@ MORE_FAMILIES: dict[str, Callable[[random.Random], PretrainedConfig]] = {
     "arcee": lambda rng: hf.ArceeConfig(**common(rng), mlp_bias=True),
     "persimmon": lambda rng: hf.PersimmonConfig(**common(rng, groups=False)),
     "hunyuan_v1_dense": lambda rng: hf.HunYuanDenseV1Config(**common(rng), head_dim=8),
-    "diffllama": lambda rng: hf.DiffLlamaConfig(**common(rng), head_dim=8),
+    "diffllama": lambda rng: hf.DiffLlamaConfig(
+        **common(rng) | {"num_key_value_heads": rng.choice([2, 4])},
+        head_dim=8,
+    ),
     "jais2": lambda rng: hf.Jais2Config(**common(rng), head_dim=8),
     "vaultgemma": lambda rng: hf.VaultGemmaConfig(
         **mixed(rng), head_dim=8, query_pre_attn_scalar=8
