@@ -179,6 +179,11 @@ def test_what_is_accepted_is_equal_in_exact_arithmetic():
     assert sum(refused for _, refused in counts) > 25
 
 
+def test_an_op_that_no_output_depends_on_is_left_out():
+    """It reads y along other axes than the product does, of which extents are then not equal."""
+    assert check_random_program(908)[0]
+
+
 @pytest.mark.nightly
 def test_what_is_accepted_is_equal_in_exact_arithmetic_at_length():
     counts = [check_random_program(seed) for seed in range(60, 1100)]

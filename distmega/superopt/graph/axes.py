@@ -303,6 +303,19 @@ def _named(
     return Axes(extents, locals_, found, shown)
 
 
+def used_part(program: Program) -> Program:
+    """The same without ops on whose results no output and no state depends: they may read an input
+    along axes that only have equal extents by chance.
+    """
+    needed = {*program.outputs, *(t.name for t in program.tensors if t.role != "temp")}
+    kept: list[Op] = []
+    for op in reversed(program.ops):
+        if any(access.tensor in needed for access in op.writes):
+            kept.append(op)
+            needed |= {access.tensor for access in op.reads}
+    return replace(program, ops=tuple(reversed(kept)))
+
+
 def shrink_program(program: Program, axes: Axes, extents: Mapping[str, int]) -> Program:
     """The same program with other extents of its axes."""
 

@@ -22,7 +22,7 @@ import numpy as np
 from distmega.errors import VerifyError
 from distmega.program.types import Program
 from distmega.superopt.graph.arithmetic import Array, Float, Planes
-from distmega.superopt.graph.axes import Axes, find_axes, shrink_program
+from distmega.superopt.graph.axes import Axes, find_axes, shrink_program, used_part
 from distmega.superopt.graph.interpret import run_graph
 from distmega.superopt.graph.ugraph import UGraph
 from distmega.superopt.graph.verify import verify_graph
@@ -177,6 +177,7 @@ def _refused(graph: UGraph, found: str, expected: str) -> VerifyError:
 
 def _match(program: Program, graph: UGraph) -> _Match:
     """Compares tensors and finds the axes. VerifyError where they don't fit."""
+    program = used_part(program)
     axes, known = find_axes(program), program.tensor_map()
     if graph.outputs != program.outputs:
         raise _refused(graph, f"outputs {graph.outputs}", f"{program.outputs}")
@@ -188,6 +189,8 @@ def _match(program: Program, graph: UGraph) -> _Match:
         shape = tuple(math.prod(extents[a] for a in dim) for dim in tensor.dims)
         if mine is None or (mine.shape, mine.dtype) != (shape, tensor.dtype):
             raise _refused(graph, f"{tensor.name!r}: {tensor.dtype}{shape}", f"{mine}")
+        if tensor.name not in axes.tensors:
+            raise _refused(graph, f"{tensor.name!r} in use", "what the program's outputs depend on")
         for whole, dim in zip(axes.tensors[tensor.name], tensor.dims, strict=True):
             for axis, found in _aligned(axes.extents, whole, extents, dim):
                 if parts.setdefault(axis, found) != found:

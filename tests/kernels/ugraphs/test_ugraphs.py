@@ -65,7 +65,7 @@ MORE_CASES = {
     "ntrans hidden=96 rows=6": 1,
     "gqa_decode ctx=256 heads=4 kv=2 dim=16 rows=16": 1,
     "qknorm_attention ctx=128 heads=2 dim=128": 2,
-    "qknorm_attention ctx=128 heads=2 dim=128 rows=4": 2,
+    "qknorm_attention ctx=128 heads=2 dim=128 rows=4": 3,
 }
 
 

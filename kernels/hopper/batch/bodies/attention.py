@@ -46,7 +46,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     STATE_POSITIONS,
 )
 from distmega.kernels.hopper.one_row.loader import first_seen
-from distmega.kernels.hopper.ptx.device import bf16_pair, fence_all, keep
+from distmega.kernels.hopper.ptx.device import bf16_pair, fence_all, join_lanes, keep
 from distmega.kernels.hopper.ptx.shapes import (
     GROUP_LIMIT,
     MMA3,
@@ -420,6 +420,8 @@ def store_output(
         mine = mine & (h * 64 + pair * 2 < D)
     at = acts + of_rows(first // 2, ROWS) + pair_index(column, sequence, ROWS)
     gl.store(at, payload, mask=mine)
+    if is_padded(D):
+        join_lanes()
 
 
 @gluon.jit
@@ -502,6 +504,8 @@ def combine(
         mine = mine & (pair * 2 < D)
     at = acts + of_rows(first // 2, ROWS) + pair_index(column, sequence, ROWS)
     gl.store(at, payload, mask=mine)
+    if is_padded(D):
+        join_lanes()
 
 
 @gluon.jit

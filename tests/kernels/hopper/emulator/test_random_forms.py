@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distmega.errors import UnsupportedError
+from distmega.hostir.library.ops import compile_op, op_operands
 from distmega.kernels.hopper.emulator import BatchLaunch, emulate_batch
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
@@ -20,6 +21,20 @@ from tests.kernels.random_forms import POSITIONS, VOCAB, random_form, random_val
 
 MOST_ERROR = 0.03
 """Of what is rounded to bf16 between ops."""
+
+
+def rounding_error(program: Program, values: Mapping[str, Tensor], name: str) -> float:
+    """Of a tensor where each op is rounded to bf16: some forms make more of an error than others,
+    such as a cosine of a square.
+    """
+    runs = []
+    for dtype in (torch.bfloat16, torch.float64):
+        known = {n: x.to(dtype) if x.is_floating_point() else x for n, x in values.items()}
+        for op in program.ops:
+            results = compile_op(op, {})([known[n] for n in op_operands(op)])
+            known.update(zip((access.tensor for access in op.writes), results, strict=True))
+        runs.append(known[name].double())
+    return error(*runs)
 
 
 def require_right(program: Program, rows: int, seed: int) -> None:
@@ -45,7 +60,8 @@ def require_right(program: Program, rows: int, seed: int) -> None:
             chosen = logits[torch.arange(rows), torch.tensor(tokens)]
             assert (chosen >= logits.amax(-1) - 0.02 * logits.abs().max()).all()
         elif name in outs:
-            assert error(outs[name], exact[name]) < MOST_ERROR
+            found = error(outs[name], exact[name])
+            assert found < MOST_ERROR or found < rounding_error(program, values, name), found
     assert outs or tokens
 
 
