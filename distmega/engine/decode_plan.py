@@ -182,6 +182,11 @@ class DecodePlan:
     def max_context(self) -> int:
         return context_limit(self.config, self.options)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether programs of library ops communicate through peer memory: those of one stage."""
+        return self.peer_memory and self.staged.stage.num_stages == 1
+
 
 def samples_apart(method: Method, staged: StagePlan) -> bool:
     """Whether library ops look for limits and sample: on the CPU, among all tokens, where ranks
@@ -439,7 +444,7 @@ def lower_library_decode(decode_plan: DecodePlan) -> HostProgram:
     """
     staged, local = decode_plan.staged, decode_plan.local
     on_gpu, program = decode_plan.machine != CPU, decode_plan.local.program
-    shares = on_gpu and decode_plan.peer_memory and staged.stage.num_stages == 1
+    shares = on_gpu and decode_plan.shares_memory
     if shares:
         local = pair_for_library(local, staged.plan)
     if on_gpu and decode_plan.options.batch > FEW_ROWS:
@@ -541,7 +546,7 @@ def _prefill_part(
     )
     neighbours = decode_plan.weights.neighbours()
     local = join_products(localize(plan), neighbours, decode_plan.machine)
-    shares = decode_plan.peer_memory and staged.stage.num_stages == 1
     by_rows = resized_ops(local.program, BY_ROWS)  # rules have sizes, programs get others
+    shares = decode_plan.shares_memory
     host = staged.lower(local, megakernel=False, peer_memory=shares, kept=by_rows)
     return StagePart(stage=stage, host=host, count=count)

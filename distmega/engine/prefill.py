@@ -39,7 +39,7 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.passes.resize import resize_inputs
 from distmega.hostir.run.cuda_graph import CapturedHost, GraphMemory, capture_on_ranks
-from distmega.hostir.run.deadline import await_event, graph_limit_s
+from distmega.hostir.run.deadline import await_queued, graph_limit_s
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.runtime import late
 from distmega.kernels.runtime.compilations import has_triton
@@ -298,10 +298,8 @@ class Prefills:
 
     def _wait(self) -> None:
         """Until what is queued has ended. Nobody else watches a collective inside a graph."""
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
         limit_s = graph_limit_s(self._decode_plan.options.timeout_s)
-        await_event(done, limit_s, f"a prompt of rank {self._comm.rank}")
+        await_queued(limit_s, f"a prompt of rank {self._comm.rank}")
 
 
 def _to_host(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ walk: kernels/runners.py.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -43,21 +43,24 @@ def decode_ahead(
     finite.
     """
     launches = (_launch(stepping, size, note) for size in launch_sizes(num_steps))
-    running = latest = next(launches, None)
+    running = next(launches, None)
     try:
         while running:
+            latest = running
             following = next(launches, None)
-            latest = following or latest
+            latest = following or running
             stepping.await_launch(running.done)
             if not math.isfinite(running.total):
                 raise explain()
             yield from map(tuple, running.rows.tolist())
             running = following
-    except BaseException as error:
+    except HangError:
+        with suppress(HangError):
+            stepping.await_launch(latest.done)
+        raise
+    except BaseException:
         # a caller may stop early, and other ranks wait for what this one's last launch sends
-        if latest is not None:
-            with suppress(HangError) if isinstance(error, HangError) else nullcontext():
-                stepping.await_launch(latest.done)
+        stepping.await_launch(latest.done)
         raise
 
 

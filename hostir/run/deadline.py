@@ -43,6 +43,13 @@ def await_event(done: torch.cuda.Event, limit_s: float, what: str) -> None:
         raise hang_error(what, limit_s)
 
 
+def await_queued(limit_s: float, what: str) -> None:
+    """As await_event, for all that was queued on the current stream."""
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    await_event(done, limit_s, what)
+
+
 def hang_error(what: str, limit_s: float) -> HangError:
     """What to raise where something has taken longer than its limit."""
     return HangError(
@@ -85,10 +92,8 @@ class Deadline:
         """Returns once all that was queued on the current stream has ended; HangError if that
         takes longer than the limit.
         """
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
         try:
-            await_event(done, self.limit_s, self.what)
+            await_queued(self.limit_s, self.what)
         finally:
             self._marks = ()
 

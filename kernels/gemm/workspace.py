@@ -1,10 +1,10 @@
 """Memory that the ranks of a team write into each other: buffers for data, and event words.
 
-In: a Team. Out: a Workspace. Calls that use it take turns: even and odd ones
-have a symmetric buffer and event words each. No call ends on a rank before all ranks have started
-it, so two calls later a symmetric buffer is free again on all of them. A word holds 0, 1 once what
-it tells of is there, and 0 again after the call that waited for it: nothing of a call is counted on
-the host but its turn, so a captured graph that begins and ends at an even turn can be replayed.
+In: a Team. Out: a Workspace. Calls that use it take turns: even and odd ones have a symmetric
+buffer and event words each. No call ends on a rank before all ranks have started it, so two calls
+later a symmetric buffer is free again on all of them. A word holds 0, 1 once what it tells of is
+there, and 0 again after the call that waited for it: nothing of a call is counted on the host but
+its turn, so a captured graph that begins and ends at an even turn can be replayed.
 
 Copies, the words behind them and what copies wait for are on a stream each, since an engine that
 waits for another stands still for some microseconds. The stream of the calls waits for none of

@@ -27,5 +27,5 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float]:
 
 @triton.jit
 def cap_scores(scores, cap):
-    """cap * tanh(scores / (2 log2 e)): by powers of two, one of which may be none or infinite."""
+    """cap * tanh(scores / (2 log2 e)). Where exp2 gives 0 or infinity, that is -cap or cap."""
     return cap - 2.0 * cap / (tl.exp2(scores) + 1.0)
