@@ -41,6 +41,8 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     """Whether something holds values in order, as a list, which text and bytes are not meant to."""
+    if type(value) is list:  # nearly always, and known without asking what is a Sequence
+        return True
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 

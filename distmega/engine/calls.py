@@ -8,10 +8,11 @@ engine.py.
 
 import os
 import threading
-from collections.abc import Generator, Iterator, Mapping, Set
-from contextlib import closing, contextmanager, suppress
+from array import array
+from collections.abc import Generator, Mapping, Set
+from contextlib import closing, suppress
 from operator import index
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +34,13 @@ class Calls:
         self._lock = threading.RLock()
         self._number = 0
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> Self:
         """Around a call, or a part of one that makes a whole. RequestError while another thread is
         in one, and in a process that was forked from the engine's.
         """
+        return self
+
+    def __enter__(self) -> None:
         require_process(self._process, "an engine")
         if not self._lock.acquire(blocking=False):
             raise RequestError(
@@ -45,11 +48,10 @@ class Calls:
                 expected="one call at a time",
                 remedy="take turns with a lock, or put prompts into one batch (generate_all)",
             )
-        try:
-            self._number += 1
-            yield
-        finally:
-            self._lock.release()
+        self._number += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
     def uninterrupted(self, steps: Generator[T]) -> Generator[T]:
         """What `steps` yields, each item by a call alone. RequestError where another call came
@@ -97,18 +99,14 @@ def require_tokens(ids: object, vocab: int) -> list[int]:
 
 
 def prompt_tokens(ids: object, vocab: int) -> Tokens:
-    """As require_tokens, of many: NumPy reads a list in a third of the time."""
+    """As require_tokens, of many: an array reads a list in a quarter of the time."""
     found = None
-    if isinstance(ids, list | tuple) or type(ids) is np.ndarray:
-        # lists of unequal lengths; tensors of a GPU in a list
-        with suppress(ValueError, TypeError, RuntimeError):
-            found = np.asarray(ids)
-    if (
-        found is None
-        or found.ndim != 1
-        or found.dtype.kind not in "iu"
-        or not found.size
-        or not 0 <= found.min() <= found.max() < vocab
-    ):
-        found = np.array(require_tokens(ids, vocab))
-    return np.ascontiguousarray(found, dtype=np.int64)
+    if isinstance(ids, list | tuple):
+        with suppress(TypeError, RuntimeError, OverflowError):  # not whole, or not one by one
+            found = np.frombuffer(array("q", ids), np.int64) if ids else None
+    elif type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype.kind in "iu" and ids.size:
+        found = np.ascontiguousarray(ids, np.int64)
+    # a negative one is a large one without its sign
+    if found is None or found.view(np.uint64).max() >= vocab:
+        found = np.array(require_tokens(ids, vocab), np.int64)
+    return found

@@ -150,7 +150,11 @@ class Engine(OwnProcess):
         tell("preparing the decode step")
         opener = Opener(plan, self._arenas, comm, self.device, kept)
         self._decode = opener.open_decode(self._sample_inputs)
-        self._persistent = {**self._arenas.tensors, **self._decode.joined}
+        self._persistent = {
+            **self._sample_inputs,
+            **self._arenas.tensors,
+            **self._decode.joined,
+        }
         if self.stepping is not None:
             self.stepping.prepare()
         tell("loading weights")
@@ -454,7 +458,6 @@ class Engine(OwnProcess):
                         [*tokens, *[0] * (self.batch - num)], device=self.device
                     ),
                     "positions": torch.tensor(positions, device=self.device),
-                    **self._sample_inputs,
                     **self._persistent,
                 }
             )
@@ -503,14 +506,13 @@ class Engine(OwnProcess):
             self._require_served(sampling)
         for slot, sampling in chosen.items():
             self._choose_by(sampling, slot)
-        tensors = {**self._sample_inputs, **self._persistent}
 
         def slot_tensors(slot: int) -> dict[str, Tensor]:
             sampled = {name: x[slot : slot + 1] for name, x in self._sample_inputs.items()}
-            return {**sampled, **self._persistent, **self._slots[slot]}
+            return {**self._persistent, **sampled, **self._slots[slot]}
 
         with self._in_step():
-            found, scores = self._prefills.run(prompts, logits, tensors, slot_tensors)
+            found, scores = self._prefills.run(prompts, logits, self._persistent, slot_tensors)
             if self.decode_plan.staged.stage.num_stages > 1 and self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
                 self.comm.check_signals()
@@ -619,8 +621,9 @@ def require_opened(source: object, options: object) -> None:
 
 
 def _require_prompts(prompts: object) -> None:
-    is_matrix = isinstance(prompts, Tensor | np.ndarray) and prompts.ndim == 2
-    if not is_list(prompts) and not is_matrix:
+    if is_list(prompts):
+        return
+    if not isinstance(prompts, Tensor | np.ndarray) or prompts.ndim != 2:
         raise RequestError(
             f"{argument('prompts')} {shown(prompts)}",
             expected="the tokens of each prompt in a list",

@@ -7,11 +7,10 @@ pass: what came before is in its cache by then. Used by prefill.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from distmega.engine.calls import Tokens
 
@@ -34,7 +33,7 @@ class PromptPart:
 
 
 ROWS = ("tokens", "positions", "sequences", "starts", "last", "last_positions")
-"""Inputs that say what a pass's rows are, as lay_rows orders them; see build_decoder's `prompt`."""
+"""Inputs that say what a pass's rows are, as PassRows orders them; see build_decoder's `prompt`."""
 
 
 def pack_prompts(
@@ -61,8 +60,12 @@ def keys_a_row(parts: Sequence[PromptPart]) -> float:
     """Positions that a pass's tokens see on average, up to the end of their part: of whole prompts
     of one length, that length.
     """
-    num_tokens = sum(len(part.ids) for part in parts)
-    return sum(len(part.ids) * part.stop for part in parts) / num_tokens
+    num_tokens = num_keys = 0
+    for part in parts:
+        num_ids = len(part.ids)
+        num_tokens += num_ids
+        num_keys += num_ids * (part.position + num_ids)
+    return num_keys / num_tokens
 
 
 def row_lengths(size: int, num_slots: int) -> tuple[int, ...]:
@@ -70,37 +73,44 @@ def row_lengths(size: int, num_slots: int) -> tuple[int, ...]:
     return size, size, size, num_slots + 1, num_slots, num_slots
 
 
-def new_rows(size: int, num_slots: int, *, pin_memory: bool = False) -> Tensor:
-    """Memory on the CPU for what lay_rows writes."""
-    num_elements = sum(row_lengths(size, num_slots))
-    return torch.empty(num_elements, dtype=torch.int64, device="cpu", pin_memory=pin_memory)
+class PassRows:
+    """The rows of a pass of `size` rows on the CPU, written anew for each pass.
 
-
-def lay_rows(parts: Sequence[PromptPart], size: int, num_slots: int, rows: Tensor) -> Tensor:
-    """Writes the rows of a pass of ascending slots into `rows`, new_rows of as many: ROWS one
-    behind the other, i64. Up to `size` the last sequence goes on with tokens 0, whose cache rows
-    its next tokens overwrite. A slot without tokens has row 0 for its last.
+    memory: ROWS one behind the other, i64. A GPU can read it by itself where it is pinned.
     """
-    num_tokens = sum(len(part.ids) for part in parts)
-    assert size >= num_tokens, "a size holds its tokens"
-    # by NumPy, of which an assignment takes a tenth of the time that one of torch takes
-    numbers, bounds = rows.numpy(), accumulate(row_lengths(size, num_slots), initial=0)
-    tokens, positions, sequences, starts, last, last_positions = (
-        numbers[start:stop] for start, stop in pairwise(bounds)
-    )
-    tokens[num_tokens:] = starts[0] = last[:] = 0
-    counts = [0] * num_slots
-    row = 0
-    last_positions[:] = parts[0].position
-    for part in parts:
-        num_ids = len(part.ids)
-        count = num_ids if part is not parts[-1] else size - row
-        tokens[row : row + num_ids] = part.ids
-        positions[row : row + count] = np.arange(part.position, part.position + count)
-        sequences[row : row + count] = part.slot
-        last[part.slot] = row + num_ids - 1
-        last_positions[part.slot] = part.stop - 1
-        counts[part.slot] = count
-        row += count
-    starts[1:] = list(accumulate(counts))
-    return rows
+
+    def __init__(self, size: int, num_slots: int, *, pin_memory: bool = False) -> None:
+        lengths = row_lengths(size, num_slots)
+        self.memory = torch.zeros(
+            sum(lengths), dtype=torch.int64, device="cpu", pin_memory=pin_memory
+        )
+        # by NumPy, of which an assignment takes a tenth of the time that one of torch takes
+        self._tokens, self._positions, self._sequences, of_slots = np.split(
+            self.memory.numpy(), (size, 2 * size, 3 * size)
+        )
+        self._of_slots = of_slots
+        self._numbers = np.arange(size)
+        self._size, self._num_slots = size, num_slots
+
+    def lay(self, parts: Sequence[PromptPart]) -> None:
+        """Writes the rows of a pass of ascending slots. Up to `size` the last sequence goes on with
+        tokens 0, whose cache rows its next tokens overwrite. A slot without tokens has row 0 for
+        its last.
+        """
+        counts, last = [0] * self._num_slots, [0] * self._num_slots
+        last_positions = [parts[0].position] * self._num_slots
+        final = parts[-1]
+        row = 0
+        for part in parts:
+            stop = row + len(part.ids)
+            self._tokens[row:stop] = part.ids
+            last[part.slot] = stop - 1
+            last_positions[part.slot] = part.stop - 1
+            if part is final:
+                self._tokens[stop:] = 0
+                stop = self._size
+            count = counts[part.slot] = stop - row
+            np.add(self._numbers[:count], part.position, out=self._positions[row:stop])
+            self._sequences[row:stop] = part.slot
+            row = stop
+        self._of_slots[:] = [0, *accumulate(counts), *last, *last_positions]

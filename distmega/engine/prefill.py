@@ -26,10 +26,9 @@ from distmega.engine.decode_plan import (
 from distmega.engine.kept_plans import NOTHING_KEPT, KeptPlans
 from distmega.engine.packing import (
     ROWS,
+    PassRows,
     PromptPart,
     keys_a_row,
-    lay_rows,
-    new_rows,
     pack_prompts,
     row_lengths,
 )
@@ -39,10 +38,11 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.passes.resize import resize_inputs
 from distmega.hostir.run.cuda_graph import CapturedHost, GraphMemory, capture_on_ranks
-from distmega.hostir.run.deadline import await_queued, graph_limit_s
+from distmega.hostir.run.deadline import await_event, await_queued, graph_limit_s
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.runtime import late
 from distmega.kernels.runtime.compilations import has_triton
+from distmega.kernels.runtime.host_memory import as_seen_by
 from distmega.models.decoder import PEAKS, Logits
 from distmega.program.types import KNOWN
 
@@ -57,50 +57,58 @@ it takes as long as the other, of 4096 less (docs/notes/prefill.md)."""
 Tensors = Mapping[str, Tensor]
 
 
+class _SentRows:
+    """The rows of passes of one size, and how they reach the GPU that reads them.
+
+    The host writes them to memory that the GPU reads by itself. The copy is a part of what a pass
+    queues, so that one replay is all that a pass with a graph needs; behind it the GPU says that
+    the host may write the rows of the next.
+    """
+
+    def __init__(self, size: int, num_slots: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._laid = PassRows(size, num_slots, pin_memory=on_gpu)
+        self.tensor = self._laid.memory.to(device)
+        """Where programs read them: ROWS one behind the other. On a CPU they are written there."""
+        pending = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._pending = pending.numpy()
+        """One while the GPU has yet to copy what was laid, else zero."""
+        if on_gpu:
+            self._source = as_seen_by(device, self._laid.memory)
+            self._pending_there = as_seen_by(device, pending)
+
+    def query(self) -> bool:
+        """Whether the host may write, as an event would tell."""
+        return not self._pending[0]
+
+    def lay(self, parts: Sequence[PromptPart]) -> None:
+        """Writes the rows of a pass. Only once `query` says so."""
+        self._laid.lay(parts)
+
+    def expect_copy(self) -> None:
+        """A copy is about to be queued."""
+        if self.tensor.is_cuda:
+            self._pending[0] = 1
+
+    def queue_copy(self) -> None:
+        """Queues the copy to the GPU, or captures it."""
+        if self.tensor.is_cuda:
+            torch.add(self._source, 0, out=self.tensor)  # copy_ would be the copy engine's
+            self._pending_there.zero_()
+
+
 @dataclass(slots=True)
 class _Program:
-    """A program of one size. given: its inputs, parts of `rows`, which one copy fills, and weights
-    that it knows under other names. laid: where the host lays rows. rehearses: its kernels may have
-    to be compiled.
+    """A program of one size. given: its inputs, parts of `rows`, and weights that it knows under
+    other names. rehearses: its kernels may have to be compiled.
     """
 
     evaluator: Evaluator
-    rows: Tensor
-    laid: "_LaidRows"
+    rows: _SentRows
     given: dict[str, Tensor]
     rehearses: bool
     used: bool = False
     graph: CapturedHost | None = None
-
-
-class _LaidRows:
-    """Memory on the host in which rows of passes of one size wait until they are copied. The host
-    goes on to the next pass meanwhile, and new memory that a GPU reads by itself takes 0.1 ms.
-    """
-
-    def __init__(self, size: int, num_slots: int) -> None:
-        self._size, self._num_slots = size, num_slots
-        self._copied: list[tuple[Tensor, torch.cuda.Event]] = []
-        """Pinned memory, and what follows its last copy."""
-
-    def copy(self, parts: Sequence[PromptPart], target: Tensor) -> None:
-        """The rows of a pass to where a program reads them."""
-        if not target.is_cuda:
-            rows = new_rows(self._size, self._num_slots)
-            target.copy_(lay_rows(parts, self._size, self._num_slots, rows))
-            return
-        rows, copied = self._free()
-        lay_rows(parts, self._size, self._num_slots, rows)
-        target.copy_(rows, non_blocking=True)
-        copied.record()
-
-    def _free(self) -> tuple[Tensor, torch.cuda.Event]:
-        for rows, copied in self._copied:
-            if copied.query():  # type: ignore[no-untyped-call]
-                return rows, copied
-        rows = new_rows(self._size, self._num_slots, pin_memory=True)
-        self._copied.append((rows, torch.cuda.Event()))  # type: ignore[no-untyped-call]
-        return self._copied[-1]
 
 
 class Prefills:
@@ -129,6 +137,8 @@ class Prefills:
         self._planned: dict[tuple[int, Logits], HostProgram] = {}
         self._memory: GraphMemory | None = None
         self._plans_anew = False
+        self._limit_s = graph_limit_s(decode_plan.options.timeout_s)
+        self._name = f"a prompt of rank {comm.rank}"
 
     def run(
         self,
@@ -164,13 +174,13 @@ class Prefills:
             if logits == "last":
                 last = outputs["logits"].clone()
                 of_slots |= {slot: last[slot : slot + 1] for slot in ended[-1][0]}
+        self._kept.write()  # while the GPU runs
         if self._device.type == "cuda":
             self._wait()
-        self._kept.write()
         following: dict[int, tuple[int, float]] = {}
         for ending, tokens, peaks in ended:
-            pairs = [*zip(tokens.tolist(), peaks.tolist(), strict=True)]
-            following |= {slot: pairs[slot] for slot in ending}
+            pairs = tokens.tolist(), peaks.tolist()
+            following |= {slot: (pairs[0][slot], pairs[1][slot]) for slot in ending}
         return following, scores + [of_slots[slot] for slot in sorted(of_slots)]
 
     def _run_parts(self, ids: Tokens, logits: Logits, tensors: Tensors) -> Tensors:
@@ -189,17 +199,22 @@ class Prefills:
         num_tokens = sum(len(part.ids) for part in parts)
         capacity = num_tokens + self._decode_plan.max_context - last.stop
         size = prefill_size(self._decode_plan, num_tokens, min(capacity, self._budget))
-        on_gpu = self._device.type == "cuda"
-        is_long = on_gpu and keys_a_row(parts) >= LONG_KEYS
+        may_be_long = self._device.type == "cuda" and self._decode_plan.max_context >= LONG_KEYS
+        is_long = may_be_long and keys_a_row(parts) >= LONG_KEYS
         program = self._program(size, logits, is_long=is_long)
-        program.laid.copy(parts, program.rows)
+        rows = program.rows
+        await_event(rows, self._limit_s, self._name)
+        rows.lay(parts)
         if program.used and program.graph is None and self._captures and logits == "none":
+            rows.queue_copy()
             program.graph = self._capture(program, tensors)
         if not program.used and program.rehearses:
             self._compile_ahead(program, tensors)
         program.used = True
+        rows.expect_copy()
         if program.graph is not None:
             return program.graph.run({})
+        rows.queue_copy()
         return program.evaluator.run({**tensors, **program.given})
 
     def _program(self, size: int, logits: Logits, *, is_long: bool = False) -> _Program:
@@ -208,13 +223,11 @@ class Prefills:
         if found is None:
             evaluator, joined = self._open(*self._host_program(size, logits), is_long)
             batch = self._decode_plan.options.batch
-            lengths = list(row_lengths(size, batch))
-            laid = _LaidRows(size, batch)
-            rows = torch.zeros(sum(lengths), dtype=torch.int64, device=self._device)
-            parts = rows.split(lengths)  # type: ignore[no-untyped-call]
+            rows = _SentRows(size, batch, self._device)
+            parts = rows.tensor.split(row_lengths(size, batch))  # type: ignore[no-untyped-call]
             given = joined | dict(zip(ROWS, parts, strict=True)) | self._known(evaluator.host)
             rehearses = self._plans_anew and self._device.type == "cuda"
-            found = self._programs[key] = _Program(evaluator, rows, laid, given, rehearses)
+            found = self._programs[key] = _Program(evaluator, rows, given, rehearses)
             self._plans_anew = False
         return found
 
@@ -278,7 +291,13 @@ class Prefills:
         captured, problem = capture_on_ranks(
             self._comm,
             next(iter(program.evaluator.graph_breaks), ""),
-            lambda: CapturedHost(program.evaluator, given, memory, copy_states=self._recurrent),
+            lambda: CapturedHost(
+                program.evaluator,
+                given,
+                memory,
+                copy_states=self._recurrent,
+                before=program.rows.queue_copy,
+            ),
         )
         if problem:
             self._captures = False
@@ -298,8 +317,7 @@ class Prefills:
 
     def _wait(self) -> None:
         """Until what is queued has ended. Nobody else watches a collective inside a graph."""
-        limit_s = graph_limit_s(self._decode_plan.options.timeout_s)
-        await_queued(limit_s, f"a prompt of rank {self._comm.rank}")
+        await_queued(self._limit_s, self._name)
 
 
 def _to_host(x: Tensor) -> Tensor:

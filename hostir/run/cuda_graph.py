@@ -115,9 +115,11 @@ class CapturedHost:
         memory: GraphMemory | None = None,
         *,
         copy_states: bool = True,
+        before: Callable[[], None] | None = None,
     ) -> None:
         """Runs the program a few times, on copies of its states, then captures it. memory: by
-        default its own. copy_states: False where extra runs do no harm.
+        default its own. copy_states: False where extra runs do no harm. before: queues what each
+        replay does first; the graph keeps it.
 
         Every rank of the mesh captures at the same point of its program. ProgramError for what
         can't be captured.
@@ -125,6 +127,7 @@ class CapturedHost:
         _require_capturable(evaluator, tensors)
         buffers = evaluator.host.buffers
         self._given, self._matmuls = dict(tensors), evaluator.matmuls
+        self._before = before
         inputs = [b.name for b in buffers if b.role == "input" and b.name in tensors]
         self._inputs = {name: tensors[name].detach() for name in inputs}
         """Where the graph reads them, though their owner may point those tensors elsewhere."""
@@ -165,6 +168,8 @@ class CapturedHost:
                         self._graph, self._memory.pool, side, capture_error_mode="thread_local"
                     ),
                 ):
+                    if self._before is not None:
+                        self._before()
                     outputs = evaluator.run(self._given)
                     self._matmuls.settle()
             except BaseException:

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from typing import Protocol
 
 import torch
 
@@ -25,17 +26,24 @@ GRACE_S = 10.0
 """How much longer the thread waits than `wait` does."""
 
 
-def ends_within(done: torch.cuda.Event, limit_s: float) -> bool:
+class Reached(Protocol):
+    """What can be waited for: an event, or what tells as one does."""
+
+    def query(self) -> bool:
+        """Whether it is reached."""
+
+
+def ends_within(done: Reached, limit_s: float) -> bool:
     """Whether an event is reached in time; returns as soon as it is."""
     deadline = time.monotonic() + limit_s
-    while not done.query():  # type: ignore[no-untyped-call]
+    while not done.query():
         if time.monotonic() > deadline:
             return False
         time.sleep(0)
     return True
 
 
-def await_event(done: torch.cuda.Event, limit_s: float, what: str) -> None:
+def await_event(done: Reached, limit_s: float, what: str) -> None:
     """Returns once an event is reached; HangError where that takes longer than the limit. what: is
     waited for, such as "a prompt of rank 1".
     """

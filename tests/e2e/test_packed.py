@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from distmega.engine.engine import Engine
 from distmega.engine.packing import (
     ROWS,
+    PassRows,
     keys_a_row,
-    lay_rows,
-    new_rows,
     pack_prompts,
     row_lengths,
 )
 from distmega.engine.requests import EngineOptions
-from distmega.errors import RequestError
+from distmega.errors import HangError, RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.launch.contract import LauncherOptions, Result
 from distmega.launch.launchers import launch
@@ -76,9 +75,10 @@ def test_passes_hold_each_token_once_and_in_order(prompts, budget, spare):
     for number, parts in enumerate(passes):
         size = sum(len(part.ids) for part in parts)
         assert size == budget or number == len(passes) - 1
-        memory = new_rows(size + spare, 6).fill_(-7)
-        laid = lay_rows(parts, size + spare, 6, memory)
-        numbers = laid.split(row_lengths(size + spare, 6))
+        laid = PassRows(size + spare, 6)
+        laid.memory.fill_(-7)
+        laid.lay(parts)
+        numbers = laid.memory.split(row_lengths(size + spare, 6))
         rows = dict(zip(ROWS, (part.tolist() for part in numbers), strict=True))
         starts = rows["starts"]
         counts = [stop - start for start, stop in itertools.pairwise(starts)]
@@ -184,6 +184,22 @@ def test_a_cache_filled_to_its_end_is_no_larger_program():
         engine.prefill_all(random_prompts(10, CONTEXT))
         engine.prefill_all(random_prompts(CONTEXT, 10))
     assert sizes == [(10 + CONTEXT, 10 + CONTEXT), (CONTEXT + 10, 2 * CONTEXT)]
+
+
+def test_rows_that_a_gpu_never_takes_end_the_wait_and_stay_as_they_are():
+    """The pass before waits in vain, so that the next one's rows can't be laid."""
+    engine = open_tiny("tiny-llama", 1)
+    token = engine.prefill([1, 2, 3])
+    (program,) = engine._prefills._programs.values()
+    rows = program.rows.tensor.clone()
+    with (
+        patch.object(program.rows, "query", lambda: False),
+        patch.object(engine._prefills, "_limit_s", 0.05),
+        pytest.raises(HangError, match="a prompt of rank 0: still under way"),
+    ):
+        engine.prefill([4, 5, 6])
+    assert torch.equal(program.rows.tensor, rows)
+    assert engine.prefill([1, 2, 3]) == token
 
 
 def test_what_does_not_fit_is_named_and_nothing_runs():

@@ -8,6 +8,7 @@ import torch
 from distmega.hostir.library import ops as library
 from distmega.hostir.library.heads import Heads, MoveHeads
 from distmega.hostir.library.heads import move_heads as move_by_torch
+from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.kernels.library.heads import append, move_heads, rotate
 from distmega.kernels.library.packed_attention import (
     STAGES,
@@ -198,3 +199,27 @@ def test_a_prompt_gives_the_same_token_in_a_graph():
         one.prefill(prompts[0])
     steps = [one.decode_step([7])["logits"].clone() for one in (engine, reopened)]
     assert torch.equal(steps[0], steps[1])
+
+
+def test_rows_of_a_pass_wait_until_the_one_before_has_taken_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Many passes by one graph in one call leave the caches that passes leave one by one."""
+    engine = open_engine("smollm2-135m", max_context=2048, max_batched_tokens=64)
+    prompt = torch.randint(0, 49152, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
+    run = CapturedHost.run
+
+    def run_alone(self: CapturedHost, *given: object, **options: object) -> object:
+        torch.cuda.synchronize()
+        outputs = run(self, *given, **options)  # type: ignore[arg-type]
+        torch.cuda.synchronize()
+        return outputs
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CapturedHost, "run", run_alone)
+        token = [engine.prefill(prompt) for _ in range(2)][-1]
+    expected = engine._arenas.states.clone()
+    for _ in range(10):
+        engine._arenas.states.zero_()
+        assert engine.prefill(prompt) == token
+        assert torch.equal(engine._arenas.states, expected)

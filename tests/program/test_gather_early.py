@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from distmega.engine.packing import ROWS as ROW_INPUTS
-from distmega.engine.packing import PromptPart, lay_rows, new_rows, row_lengths
+from distmega.engine.packing import PassRows, PromptPart, row_lengths
 from distmega.models.decoder import Logits, build_decoder
 from distmega.models.presets import PRESETS
 from distmega.program.builder import Handle, ProgramBuilder
@@ -212,7 +212,9 @@ def prompt_tensors(program: Program) -> dict[str, torch.Tensor]:
     """Random weights, and rows of prompts of 5 and 7 tokens in slots 0 and 2."""
     parts = [PromptPart(slot=s, position=0, ids=(1, *range(2, n + 1)), ends=True)
              for s, n in ((0, 5), (2, 7))]  # fmt: skip
-    rows = lay_rows(parts, 14, 3, new_rows(14, 3)).split(list(row_lengths(14, 3)))
+    laid = PassRows(14, 3)
+    laid.lay(parts)
+    rows = laid.memory.split(list(row_lengths(14, 3)))
     generator = torch.Generator().manual_seed(0)
     weights = {
         t.name: torch.randn(t.shape, generator=generator) * 0.3
