@@ -12,18 +12,17 @@ from array import array
 from collections.abc import Generator, Mapping, Set
 from contextlib import closing, suppress
 from operator import index
-from typing import Self, TypeVar
+from typing import Self, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distmega.arguments import shown
 from distmega.engine.ranks.own_process import require_process
 from distmega.errors import RequestError
 
 T = TypeVar("T")
-Tokens = NDArray[np.int64]
-"""Ids of tokens, in order."""
+Tokens: TypeAlias = "array[int]"
+"""Ids of tokens, in order: of 64 bits, with a sign ("q")."""
 
 
 class Calls:
@@ -103,10 +102,10 @@ def prompt_tokens(ids: object, vocab: int) -> Tokens:
     found = None
     if isinstance(ids, list | tuple):
         with suppress(TypeError, RuntimeError, OverflowError):  # not whole, or not one by one
-            found = np.frombuffer(array("q", ids), np.int64) if ids else None
-    elif type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype.kind in "iu" and ids.size:
-        found = np.ascontiguousarray(ids, np.int64)
+            found = array("q", ids)
+    elif type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype.kind in "iu":
+        found = array("q", ids.astype(np.int64).tobytes())
     # a negative one is a large one without its sign
-    if found is None or found.view(np.uint64).max() >= vocab:
-        found = np.array(require_tokens(ids, vocab), np.int64)
+    if not found or np.frombuffer(found, np.uint64).max() >= vocab:
+        found = array("q", require_tokens(ids, vocab))
     return found

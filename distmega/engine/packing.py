@@ -5,12 +5,15 @@ end. A prompt that does not fit into what is left of a budget is cut there, and 
 pass: what came before is in its cache by then. Used by prefill.py.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from distmega.engine.calls import Tokens
 
@@ -23,7 +26,7 @@ class PromptPart:
 
     slot: int
     position: int
-    ids: Tokens | Sequence[int]
+    ids: Tokens
     ends: bool
 
     @property
@@ -36,9 +39,7 @@ ROWS = ("tokens", "positions", "sequences", "starts", "last", "last_positions")
 """Inputs that say what a pass's rows are, as PassRows orders them; see build_decoder's `prompt`."""
 
 
-def pack_prompts(
-    prompts: Mapping[int, Tokens | Sequence[int]], budget: int
-) -> list[list[PromptPart]]:
+def pack_prompts(prompts: Mapping[int, Tokens], budget: int) -> list[list[PromptPart]]:
     """Passes of at most `budget` tokens, all but the last of as many; slots in ascending order."""
     passes: list[list[PromptPart]] = []
     capacity = 0
@@ -79,17 +80,19 @@ class PassRows:
     memory: ROWS one behind the other, i64. A GPU can read it by itself where it is pinned.
     """
 
-    def __init__(self, size: int, num_slots: int, *, pin_memory: bool = False) -> None:
+    def __init__(
+        self, size: int, num_slots: int, max_context: int, *, pin_memory: bool = False
+    ) -> None:
+        """max_context: no prompt is longer."""
         lengths = row_lengths(size, num_slots)
         self.memory = torch.zeros(
             sum(lengths), dtype=torch.int64, device="cpu", pin_memory=pin_memory
         )
-        # by NumPy, of which an assignment takes a tenth of the time that one of torch takes
-        self._tokens, self._positions, self._sequences, of_slots = np.split(
-            self.memory.numpy(), (size, 2 * size, 3 * size)
-        )
-        self._of_slots = of_slots
-        self._numbers = np.arange(size)
+        # plain buffers: of so few elements NumPy and torch take longer to be called than to write
+        rows = _words(self.memory.numpy())
+        self._tokens, self._positions = rows[:size], rows[size : 2 * size]
+        self._sequences, self._of_slots = rows[2 * size : 3 * size], rows[3 * size :]
+        self._numbers = _numbers((max_context + size).bit_length())
         self._size, self._num_slots = size, num_slots
 
     def lay(self, parts: Sequence[PromptPart]) -> None:
@@ -102,15 +105,26 @@ class PassRows:
         final = parts[-1]
         row = 0
         for part in parts:
+            slot, position = part.slot, part.position
             stop = row + len(part.ids)
             self._tokens[row:stop] = part.ids
-            last[part.slot] = stop - 1
-            last_positions[part.slot] = part.stop - 1
-            if part is final:
-                self._tokens[stop:] = 0
+            last[slot] = stop - 1
+            last_positions[slot] = position + stop - row - 1
+            if part is final and stop < self._size:
+                self._tokens[stop:] = array("q", (0,)) * (self._size - stop)
                 stop = self._size
-            count = counts[part.slot] = stop - row
-            np.add(self._numbers[:count], part.position, out=self._positions[row:stop])
-            self._sequences[row:stop] = part.slot
+            count = counts[slot] = stop - row
+            self._positions[row:stop] = self._numbers[position : position + count]
+            self._sequences[row:stop] = array("q", (slot,)) * count
             row = stop
-        self._of_slots[:] = [0, *accumulate(counts), *last, *last_positions]
+        self._of_slots[:] = array("q", (0, *accumulate(counts), *last, *last_positions))
+
+
+def _words(numbers: NDArray[np.int64]) -> "memoryview[int]":
+    return numbers.data.cast("B").cast("q")
+
+
+@cache
+def _numbers(num_bits: int) -> "memoryview[int]":
+    """All that have so many bits, ascending."""
+    return _words(np.arange(1 << num_bits))

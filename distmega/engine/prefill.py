@@ -65,9 +65,9 @@ class _SentRows:
     the host may write the rows of the next.
     """
 
-    def __init__(self, size: int, num_slots: int, device: torch.device) -> None:
+    def __init__(self, size: int, num_slots: int, max_context: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._laid = PassRows(size, num_slots, pin_memory=on_gpu)
+        self._laid = PassRows(size, num_slots, max_context, pin_memory=on_gpu)
         self.tensor = self._laid.memory.to(device)
         """Where programs read them: ROWS one behind the other. On a CPU they are written there."""
         pending = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
@@ -186,7 +186,7 @@ class Prefills:
     def _run_parts(self, ids: Tokens, logits: Logits, tensors: Tensors) -> Tensors:
         """One prompt in micro-batches."""
         program = self._program(len(ids), logits)
-        tokens = torch.tensor(ids, device=self._device)
+        tokens = torch.tensor(ids, dtype=torch.int64, device=self._device)
         positions = torch.arange(len(ids), device=self._device)
         given = {"tokens": tokens, "positions": positions}
         return program.evaluator.run({**tensors, **program.given, **given})
@@ -223,7 +223,7 @@ class Prefills:
         if found is None:
             evaluator, joined = self._open(*self._host_program(size, logits), is_long)
             batch = self._decode_plan.options.batch
-            rows = _SentRows(size, batch, self._device)
+            rows = _SentRows(size, batch, self._decode_plan.max_context, self._device)
             parts = rows.tensor.split(row_lengths(size, batch))  # type: ignore[no-untyped-call]
             given = joined | dict(zip(ROWS, parts, strict=True)) | self._known(evaluator.host)
             rehearses = self._plans_anew and self._device.type == "cuda"

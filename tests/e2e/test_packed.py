@@ -1,6 +1,7 @@
 """Prompts packed into passes, whole or in parts, each as it is alone."""
 
 import itertools
+from array import array
 from pathlib import Path
 from unittest.mock import patch
 
@@ -57,10 +58,10 @@ def run_packed(request: MeasurePacked, num_ranks: int) -> Packed:
 
 def test_long_passes_are_those_whose_rows_see_many_keys():
     """Two long prompts beside a bit of a third; the end of a long one; many short ones."""
-    few, *_, last = pack_prompts({slot: range(4032) for slot in (0, 5, 9)}, 8192)
+    few, *_, last = pack_prompts({slot: array("q", range(4032)) for slot in (0, 5, 9)}, 8192)
     assert 3900 < keys_a_row(few) < 4032
     assert keys_a_row(last) == 4032
-    (short,) = pack_prompts({slot: range(448) for slot in range(16)}, 8192)
+    (short,) = pack_prompts({slot: array("q", range(448)) for slot in range(16)}, 8192)
     assert keys_a_row(short) == 448
 
 
@@ -70,12 +71,12 @@ def test_long_passes_are_those_whose_rows_see_many_keys():
     st.integers(0, 4),
 )
 def test_passes_hold_each_token_once_and_in_order(prompts, budget, spare):
-    passes = pack_prompts(prompts, budget)
+    passes = pack_prompts({slot: array("q", ids) for slot, ids in prompts.items()}, budget)
     cached = dict.fromkeys(prompts, 0)
     for number, parts in enumerate(passes):
         size = sum(len(part.ids) for part in parts)
         assert size == budget or number == len(passes) - 1
-        laid = PassRows(size + spare, 6)
+        laid = PassRows(size + spare, 6, 9)
         laid.memory.fill_(-7)
         laid.lay(parts)
         numbers = laid.memory.split(row_lengths(size + spare, 6))

@@ -1,5 +1,7 @@
 """Gathers of rows move up as far as other rows are read by nobody, and results stay as they are."""
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
@@ -210,9 +212,9 @@ def test_prompts_of_models_give_the_same_logits(name: str, dtype: torch.dtype):
 
 def prompt_tensors(program: Program) -> dict[str, torch.Tensor]:
     """Random weights, and rows of prompts of 5 and 7 tokens in slots 0 and 2."""
-    parts = [PromptPart(slot=s, position=0, ids=(1, *range(2, n + 1)), ends=True)
+    parts = [PromptPart(slot=s, position=0, ids=array("q", range(1, n + 1)), ends=True)
              for s, n in ((0, 5), (2, 7))]  # fmt: skip
-    laid = PassRows(14, 3)
+    laid = PassRows(14, 3, 14)
     laid.lay(parts)
     rows = laid.memory.split(list(row_lengths(14, 3)))
     generator = torch.Generator().manual_seed(0)
