@@ -3,12 +3,12 @@
     python -m bench.prefill "llama-3.2-1b prompt=512 batch=1" "qwen3-8b prompt=448 batch=16 tp=2"
 
 On the host's clock, from the prompts' tokens on the host to the first token of each there, by
-turns. Before each call the GPUs have nothing to do for PAUSE_S, as those of a server that waits for
-a prompt; back to back, both sides run at the GPU's power limit and take longer. Weights are random,
-bf16; both sides know the sizes from before, ours its programs, the peer its graph. With --at-once
-cases are set up at the same time, a process each, which takes torch long; then one after the other
-is timed alone. The floor is each product of a pass at cuBLAS's rate for its own shape, measured in
-the same run, and attention at ATTENTION_FLOPS, of a GPU's part of the model.
+turns. Before each call GPUs and host have nothing to do for --pause-ms, as those of a server that
+waits for a prompt; back to back, both sides run at the GPU's power limit and take longer. Weights
+are random, bf16; both sides know the sizes from before, ours its programs, the peer its graph. With
+--at-once cases are set up at the same time, a process each, which takes torch long; then one after
+the other is timed alone. The floor is each product of a pass at cuBLAS's rate for its own shape,
+measured in the same run, and attention at ATTENTION_FLOPS, of a GPU's part of the model.
 
 Writes bench/results/prefill-<device>.json; `make tables` writes the table of docs/performance.md
 from it.
@@ -18,12 +18,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from bench.cases import Ready, make_parser, measure_cases, read_case
-from bench.options import gpus_of_cases, read_options
+from bench.options import at_least, gpus_of_cases, read_options
 from bench.records import Record
 from bench.timing import captured, elapsed_us
 from bench.torch_decoder import make_peer
@@ -44,7 +45,7 @@ NARROW_FLOPS_PER_US = 400e6
 """At head dim 64 and below, where softmax takes more of the time."""
 ROUNDS = 15
 WARM_ROUNDS = 3
-PAUSE_S = 0.1
+PAUSE_MS = 100
 BUDGET = EngineOptions().max_batched_tokens
 CACHED_BYTES = 2**28
 """Weights that are multiplied in turn, more than a GPU's cache holds."""
@@ -146,9 +147,10 @@ def measure(
     rounds: int,
     with_peer: bool,
     ready: Ready,
+    pause_ms: int = PAUSE_MS,
 ) -> Record:
     """Medians over `rounds` rounds in which each is timed once, all ranks at the same time. ready:
-    called before them.
+    called before them. pause_ms: before each.
     """
     config = open_model(case.model).config
     engine, ours = our_prefill(case, comm)
@@ -160,7 +162,7 @@ def measure(
     def run_round() -> None:
         for name, run in runs.items():
             torch.cuda.synchronize()
-            time.sleep(PAUSE_S)
+            time.sleep(pause_ms / 1000)
             comm.barrier()
             start = time.perf_counter()
             run()
@@ -189,8 +191,9 @@ def measure(
 def main() -> None:
     """Measures the cases that the command line names, all if none."""
     parser = make_parser(__doc__, CASES, ROUNDS)
+    parser.add_argument("--pause-ms", type=at_least(0), default=PAUSE_MS, help="before each call")
     arguments = read_options(parser, gpus_of_cases(lambda text: parse_case(text).num_ranks))
-    measure_cases("prefill", arguments, parse_case, measure)
+    measure_cases("prefill", arguments, parse_case, partial(measure, pause_ms=arguments.pause_ms))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 A token: the time of 129 tokens of all prompts less the time of 1, divided by 128. First token: the
 time of 1 token of all prompts. On the host's clock, medians, weights and prompts are random. Prints
-one line, {case: {tpot_us, ttft_us}}; each case has an engine of its own, with a batch as large.
+a line a case as they come, {case: {tpot_us, ttft_us}}; each has an engine of its own, with a batch
+as large.
 """
 
 import argparse
@@ -63,13 +64,12 @@ def measure(comm: Communicator, model: str, batch: int, length: int) -> dict[str
 
 def run(comm: Communicator, model: str, cases: list[tuple[int, int]]) -> None:
     """All cases; the first rank prints."""
-    found = {}
     for batch, length in cases:
-        found[f"batch={batch} prompt={length}"] = measure(comm, model, batch, length)
+        found = {f"batch={batch} prompt={length}": measure(comm, model, batch, length)}
+        if comm.rank == 0:
+            print("distmega", model, "tp", comm.mesh.num_ranks, json.dumps(found), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-    if comm.rank == 0:
-        print("distmega", model, "tp", comm.mesh.num_ranks, json.dumps(found), flush=True)
 
 
 def main() -> None:
