@@ -1,5 +1,5 @@
-"""The calls of an engine: one at a time, in the process that made it, and generators that notice
-other calls.
+"""The calls of an engine: one at a time, in the process that made it, generators that notice other
+calls, and no call behind one in which ranks parted.
 
 Comes in: the number of threads and processes that a user happens to have. Goes out: the work of one
 call after the other, or RequestError, since caches and positions belong to one caller. Used by
@@ -18,7 +18,7 @@ import numpy as np
 
 from distmega.arguments import shown
 from distmega.engine.ranks.own_process import require_process
-from distmega.errors import RequestError
+from distmega.errors import HangError, RequestError
 
 T = TypeVar("T")
 Tokens: TypeAlias = "array[int]"
@@ -71,6 +71,28 @@ class Calls:
                         remedy="take its tokens first, generate for several prompts at once "
                         "(generate_all), or open an engine for each",
                     )
+
+
+class RanksInStep:
+    """Around what ranks do together. RequestError once a call of several ranks has ended in a
+    HangError: they have not run the same launches then.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._hang = ""
+
+    def __enter__(self) -> None:
+        if self._hang:
+            raise RequestError(
+                f"a call after a hang ({self._hang})",
+                expected="ranks that have run the same launches",
+                remedy="open the engine anew on all ranks",
+            )
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, HangError) and self._num_ranks > 1:
+            self._hang = error.found
 
 
 def require_tokens(ids: object, vocab: int) -> list[int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distmega.arguments import MAX_NUMBER, is_list, require_switch, require_whole, shown
 from distmega.engine import late
-from distmega.engine.calls import Calls, Tokens, prompt_tokens, require_tokens
+from distmega.engine.calls import Calls, RanksInStep, Tokens, prompt_tokens, require_tokens
 from distmega.engine.decode_plan import (
     DecodePlan,
     lower_decode,
@@ -42,7 +42,6 @@ from distmega.engine.weight_loading import (
     tell_nobody,
 )
 from distmega.errors import (
-    HangError,
     ModelError,
     RequestError,
     argument,
@@ -131,7 +130,7 @@ class Engine(OwnProcess):
         self._method = joint_method(sampling)
         self._sampling = _fill_up(sampling, options.batch)
         self._num_cached = [0] * options.batch
-        self._hang = ""
+        self._in_step = RanksInStep(mesh.num_ranks)
         self._calls = Calls()
         self._num_decoded = 1
         on_gpu = self.device.type == "cuda"
@@ -302,7 +301,7 @@ class Engine(OwnProcess):
                 tokens = tuple(self.decode_step(tokens)["next"].tolist()[: len(prompts)])
                 yield tokens
             return
-        with self._in_step():
+        with self._in_step:
             self.stepping.start(tokens, self._num_cached[: len(prompts)], self._sample_inputs)
             note = partial(self._grow, len(prompts))
             yield from decode_ahead(self.stepping, capacity, note, self._end_unsound)
@@ -318,7 +317,7 @@ class Engine(OwnProcess):
                 remedy="run on such a GPU with triton installed",
             )
         self._require_capacity(2 * num_steps, position)
-        with self._calls.alone(), self._in_step():
+        with self._calls.alone(), self._in_step:
             for _ in range(2):
                 self.stepping.start([0] * self.batch, [position] * self.batch, self._sample_inputs)
                 self.comm.barrier()
@@ -394,7 +393,7 @@ class Engine(OwnProcess):
         finite; of steps that the host has waited for.
         """
         if self.stepping:
-            with self._calls.alone(), self._in_step():
+            with self._calls.alone(), self._in_step:
                 self.stepping.raise_hang()
                 if not is_sound(last_logits(self.stepping, self._num_decoded)):
                     raise self._end_unsound()
@@ -451,7 +450,7 @@ class Engine(OwnProcess):
             self._require_capacity(1, num_cached)
         last = self.decode_plan.max_context - 1
         positions = [min(num_cached, last) for num_cached in self._num_cached]
-        with self._in_step(), self._unchanged(num):
+        with self._in_step, self._unchanged(num):
             outputs = self._decode.runner.run(
                 {
                     "tokens": torch.tensor(
@@ -498,20 +497,21 @@ class Engine(OwnProcess):
         self, given: Mapping[int, tuple[Tokens, Sampling | None]], logits: Logits
     ) -> tuple[dict[int, int], list[Tensor]]:
         """_run_prefill of tokens that the model knows."""
-        prompts = {slot: ids for slot, (ids, _) in given.items()}
-        for slot, ids in prompts.items():
+        prompts = dict[int, Tokens]()
+        for slot, (ids, sampling) in given.items():
             self._require_prompt(slot, ids)
-        chosen = {slot: one or self._sampling[slot] for slot, (_, one) in given.items()}
-        for sampling in chosen.values():
-            self._require_served(sampling)
-        for slot, sampling in chosen.items():
-            self._choose_by(sampling, slot)
+            if sampling is not None:
+                self._require_served(sampling)
+            prompts[slot] = ids
+        if self._sample_inputs:
+            for slot, (_, sampling) in given.items():
+                self._choose_by(sampling or self._sampling[slot], slot)
 
         def slot_tensors(slot: int) -> dict[str, Tensor]:
             sampled = {name: x[slot : slot + 1] for name, x in self._sample_inputs.items()}
             return {**self._persistent, **sampled, **self._slots[slot]}
 
-        with self._in_step():
+        with self._in_step:
             found, scores = self._prefills.run(prompts, logits, self._persistent, slot_tensors)
             if self.decode_plan.staged.stage.num_stages > 1 and self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
@@ -535,12 +535,9 @@ class Engine(OwnProcess):
         """Tokens of the sequence in this slot are chosen so from now on; in place, for graphs hold
         these tensors.
         """
-        if self._sample_inputs:
-            row = self._method.settings_of(sampling)
-            self._sample_inputs["sampling"][slot] = torch.tensor(
-                row, dtype=torch.float32, device="cpu"
-            )
-            self._sample_inputs["seeds"][slot] = sampling.seed
+        row = self._method.settings_of(sampling)
+        self._sample_inputs["sampling"][slot] = torch.tensor(row, dtype=torch.float32, device="cpu")
+        self._sample_inputs["seeds"][slot] = sampling.seed
 
     def _require_prompt(self, slot: int, ids: Tokens) -> None:
         """RequestError unless a slot can take this prompt."""
@@ -557,22 +554,6 @@ class Engine(OwnProcess):
                 remedy="leave the prompt out, or begin it with the model's first token",
             )
         self._require_capacity(len(ids), 0)
-
-    @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """Around what ranks do together; RequestError if they are no longer in step."""
-        if self._hang:
-            raise RequestError(
-                f"a call after a hang ({self._hang})",
-                expected="ranks that have run the same launches",
-                remedy="open the engine anew on all ranks",
-            )
-        try:
-            yield
-        except HangError as error:
-            if self.mesh.num_ranks > 1:
-                self._hang = error.found
-            raise
 
     def _require_capacity(self, num_tokens: int, num_cached: int) -> None:
         limit = self.decode_plan.max_context

@@ -126,6 +126,7 @@ class Prefills:
         self._decode_plan, self._open, self._comm = decode_plan, open_program, comm
         self._kept = kept
         self._device = device
+        self._max_context = decode_plan.max_context
         self._packs = num_micro_batches(decode_plan) == 1
         alone = decode_plan.staged.stage.num_stages == 1 and self._packs
         self._captures = device.type == "cuda" and alone
@@ -195,11 +196,12 @@ class Prefills:
         """Outputs of a pass, which the next one may overwrite; rows of `logits` behind those of the
         prompts mean nothing, nor does `next` of a slot whose prompt does not end.
         """
-        last = parts[-1]
-        num_tokens = sum(len(part.ids) for part in parts)
-        capacity = num_tokens + self._decode_plan.max_context - last.stop
+        num_tokens = 0
+        for part in parts:
+            num_tokens += len(part.ids)
+        capacity = num_tokens + self._max_context - parts[-1].stop
         size = prefill_size(self._decode_plan, num_tokens, min(capacity, self._budget))
-        may_be_long = self._device.type == "cuda" and self._decode_plan.max_context >= LONG_KEYS
+        may_be_long = self._device.type == "cuda" and self._max_context >= LONG_KEYS
         is_long = may_be_long and keys_a_row(parts) >= LONG_KEYS
         program = self._program(size, logits, is_long=is_long)
         rows = program.rows
@@ -223,7 +225,7 @@ class Prefills:
         if found is None:
             evaluator, joined = self._open(*self._host_program(size, logits), is_long)
             batch = self._decode_plan.options.batch
-            rows = _SentRows(size, batch, self._decode_plan.max_context, self._device)
+            rows = _SentRows(size, batch, self._max_context, self._device)
             parts = rows.tensor.split(row_lengths(size, batch))  # type: ignore[no-untyped-call]
             given = joined | dict(zip(ROWS, parts, strict=True)) | self._known(evaluator.host)
             rehearses = self._plans_anew and self._device.type == "cuda"
@@ -273,7 +275,7 @@ class Prefills:
         """
         self._plans_anew = True
         host = lower_prefill(self._decode_plan, size, logits)
-        options, context = self._decode_plan.options, self._decode_plan.max_context
+        options, context = self._decode_plan.options, self._max_context
         most = max(size, min(options.max_batched_tokens, context * options.batch))
         symmetric_buffers = (
             replace(one, num_bytes=one.num_bytes * -(-most // size))

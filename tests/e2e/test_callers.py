@@ -18,9 +18,10 @@ import torch
 
 import distmega
 from distmega.compiled import CompiledProgram
+from distmega.engine.calls import RanksInStep
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
-from distmega.errors import MeshError, ProgramError, RequestError, UnsupportedError
+from distmega.errors import HangError, MeshError, ProgramError, RequestError, UnsupportedError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.load import open_model
@@ -234,3 +235,16 @@ def test_a_switch_is_true_or_false(name: str):
     for value in None, 1, "no", torch.tensor(True):
         with pytest.raises(ProgramError, match=rf"^{name} .*; expected True or False"):
             CompiledProgram(plan, SingleCommunicator(plan.mesh), **{name: value})
+
+
+def test_ranks_that_parted_in_a_hang_run_nothing_more():
+    hang = HangError("a wait", expected="none", remedy="look")
+    alone, together = RanksInStep(1), RanksInStep(2)
+    for in_step in (alone, together):
+        for error in (ValueError("no hang"), hang):
+            with pytest.raises(type(error)), in_step:
+                raise error
+    with alone:
+        pass
+    with pytest.raises(RequestError, match=r"a call after a hang \(a wait\)"), together:
+        pytest.fail("ran")
