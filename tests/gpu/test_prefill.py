@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from distmega.engine import prefill
 from distmega.hostir.library import ops as library
 from distmega.hostir.library.heads import Heads, MoveHeads
 from distmega.hostir.library.heads import move_heads as move_by_torch
@@ -201,10 +202,15 @@ def test_a_prompt_gives_the_same_token_in_a_graph():
     assert torch.equal(steps[0], steps[1])
 
 
+@pytest.mark.parametrize("mapped", [True, False])
 def test_rows_of_a_pass_wait_until_the_one_before_has_taken_its_own(
-    monkeypatch: pytest.MonkeyPatch,
+    mapped: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Many passes by one graph in one call leave the caches that passes leave one by one."""
+    """Many passes by one graph in one call leave the caches that passes leave one by one; rows
+    fetched by a kernel, or copied where their memory was pinned for another GPU.
+    """
+    if not mapped:
+        monkeypatch.setattr(prefill, "map_pinned", lambda memory, device: None)
     engine = open_engine("smollm2-135m", max_context=2048, max_batched_tokens=64)
     prompt = torch.randint(0, 49152, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
     run = CapturedHost.run
