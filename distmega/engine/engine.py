@@ -149,11 +149,8 @@ class Engine(OwnProcess):
         tell("preparing the decode step")
         opener = Opener(plan, self._arenas, comm, self.device, kept)
         self._decode = opener.open_decode(self._sample_inputs)
-        self._persistent = {
-            **self._sample_inputs,
-            **self._arenas.tensors,
-            **self._decode.joined,
-        }
+        self._persistent = {**self._arenas.tensors, **self._decode.joined}
+        self._given = {**self._sample_inputs, **self._persistent}
         if self.stepping is not None:
             self.stepping.prepare()
         tell("loading weights")
@@ -457,7 +454,7 @@ class Engine(OwnProcess):
                         [*tokens, *[0] * (self.batch - num)], device=self.device
                     ),
                     "positions": torch.tensor(positions, device=self.device),
-                    **self._persistent,
+                    **self._given,
                 }
             )
             self._require_sound(outputs, num)
@@ -498,21 +495,22 @@ class Engine(OwnProcess):
     ) -> tuple[dict[int, int], list[Tensor]]:
         """_run_prefill of tokens that the model knows."""
         prompts = dict[int, Tokens]()
-        for slot, (ids, sampling) in given.items():
+        for slot, (ids, _) in given.items():
             self._require_prompt(slot, ids)
-            if sampling is not None:
-                self._require_served(sampling)
             prompts[slot] = ids
+        for _, sampling in given.values():
+            if sampling is not None:  # the engine's own are
+                self._require_served(sampling)
         if self._sample_inputs:
             for slot, (_, sampling) in given.items():
                 self._choose_by(sampling or self._sampling[slot], slot)
 
         def slot_tensors(slot: int) -> dict[str, Tensor]:
             sampled = {name: x[slot : slot + 1] for name, x in self._sample_inputs.items()}
-            return {**self._persistent, **sampled, **self._slots[slot]}
+            return {**self._given, **sampled, **self._slots[slot]}
 
         with self._in_step:
-            found, scores = self._prefills.run(prompts, logits, self._persistent, slot_tensors)
+            found, scores = self._prefills.run(prompts, logits, self._given, slot_tensors)
             if self.decode_plan.staged.stage.num_stages > 1 and self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
                 self.comm.check_signals()
@@ -532,8 +530,8 @@ class Engine(OwnProcess):
             )
 
     def _choose_by(self, sampling: Sampling, slot: int) -> None:
-        """Tokens of the sequence in this slot are chosen so from now on; in place, for graphs hold
-        these tensors.
+        """In an engine that samples: tokens of the sequence in this slot are chosen so from now on;
+        in place, for graphs hold these tensors.
         """
         row = self._method.settings_of(sampling)
         self._sample_inputs["sampling"][slot] = torch.tensor(row, dtype=torch.float32, device="cpu")

@@ -77,7 +77,8 @@ def row_lengths(size: int, num_slots: int) -> tuple[int, ...]:
 class PassRows:
     """The rows of a pass of `size` rows on the CPU, written anew for each pass.
 
-    memory: ROWS one behind the other, i64. A GPU can read it by itself where it is pinned.
+    memory: ROWS one behind the other, i64, and a word more that is its owner's. A GPU can read it
+    by itself where it is pinned.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class PassRows:
         """max_context: no prompt is longer."""
         lengths = row_lengths(size, num_slots)
         self.memory = torch.zeros(
-            sum(lengths), dtype=torch.int64, device="cpu", pin_memory=pin_memory
+            sum(lengths) + 1, dtype=torch.int64, device="cpu", pin_memory=pin_memory
         )
         # plain buffers: of so few elements NumPy and torch take longer to be called than to write
-        rows = _words(self.memory.numpy())
+        rows = _words(self.memory.numpy())[:-1]
         self._tokens, self._positions = rows[:size], rows[size : 2 * size]
         self._sequences, self._of_slots = rows[2 * size : 3 * size], rows[3 * size :]
         self._numbers = _numbers((max_context + size).bit_length())

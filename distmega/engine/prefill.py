@@ -60,58 +60,58 @@ Tensors = Mapping[str, Tensor]
 class _SentRows:
     """The rows of passes of one size, and how they reach the GPU that reads them.
 
-    The host writes them to memory that the GPU reads by itself. The copy is a part of what a pass
-    queues, so that one replay is all that a pass with a graph needs; behind it the GPU says that
-    the host may write the rows of the next.
+    The host writes them to pinned memory. The copy to the GPU is a part of what a pass queues, so
+    that one replay is all that a pass with a graph needs. The rows have a number, which the GPU
+    gives back behind the copy: only then the host writes the rows of the next pass.
     """
 
     def __init__(self, size: int, num_slots: int, max_context: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._laid = PassRows(size, num_slots, max_context, pin_memory=on_gpu)
-        self.tensor = self._laid.memory.to(device)
-        """Where programs read them: ROWS one behind the other. On a CPU they are written there."""
-        self._flag = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        self._pending = self._flag.numpy()
-        """One while the GPU has yet to copy what was laid, else zero."""
-        self._none_pending = torch.zeros(1, dtype=torch.int32, device=device)
-        pinned = (self._laid.memory, self._flag) if on_gpu else ()
-        self._mapped = [map_pinned(memory, device) for memory in pinned]
-        """Rows and flag where kernels of the GPU see them."""
+        self._on_gpu = device.type == "cuda"
+        self._laid = PassRows(size, num_slots, max_context, pin_memory=self._on_gpu)
+        memory = self._laid.memory
+        self._tensor = torch.zeros_like(memory, device=device) if self._on_gpu else memory
+        self.parts = self._tensor[:-1].split(row_lengths(size, num_slots))  # type: ignore[no-untyped-call]
+        """Where programs read ROWS. On a CPU they are written there."""
+        self._reached = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=self._on_gpu)
+        self._words, self._num_reached = memory.numpy().data, self._reached.numpy().data
+        self._num_laid = self._num_sent = 0
+        self._mapped_rows = map_pinned(memory, device) if self._on_gpu else None
+        self._mapped_reached = map_pinned(self._reached, device) if self._on_gpu else None
 
     def query(self) -> bool:
         """Whether the host may write, as an event would tell."""
-        return not self._pending[0]
+        return self._num_reached[0] >= self._num_sent
 
     def lay(self, parts: Sequence[PromptPart]) -> None:
         """Writes the rows of a pass. Only once `query` says so."""
         self._laid.lay(parts)
-
-    def expect_copy(self) -> None:
-        """A copy is about to be queued."""
-        if self.tensor.is_cuda:
-            self._pending[0] = 1
+        self._num_laid += 1
+        self._words[-1] = self._num_laid
 
     def queue_copy(self) -> None:
         """Queues the copy to the GPU, or captures it."""
-        if not self.tensor.is_cuda:
+        if self._mapped_rows is not None and self._mapped_reached is not None:
+            # by kernels: calls take 100 us less than where a copy engine has to wake up
+            torch.add(self._mapped_rows, 0, out=self._tensor)
+            torch.add(self._tensor[-1:], 0, out=self._mapped_reached)
             return
-        rows, flag = self._mapped
-        if rows is None or flag is None:
-            self.tensor.copy_(self._laid.memory, non_blocking=True)
-            self._flag.copy_(self._none_pending, non_blocking=True)
-        else:  # by kernels, which take 100 us less where a copy engine has to wake up
-            torch.add(rows, 0, out=self.tensor)
-            flag.zero_()
+        if self._on_gpu:
+            self._tensor.copy_(self._laid.memory, non_blocking=True)
+        self._reached.copy_(self._tensor[-1:], non_blocking=True)
+
+    def note_sent(self) -> None:
+        """The copy of what was laid is queued."""
+        self._num_sent = self._num_laid
 
 
 @dataclass(slots=True)
 class _Program:
-    """A program of one size. given: its inputs, parts of `rows`, and weights that it knows under
-    other names. rehearses: its kernels may have to be compiled.
+    """A program of one size. given: its inputs, parts of `rows` if it packs prompts, and weights
+    that it knows under other names. rehearses: its kernels may have to be compiled.
     """
 
     evaluator: Evaluator
-    rows: _SentRows
+    rows: _SentRows | None
     given: dict[str, Tensor]
     rehearses: bool
     used: bool = False
@@ -194,7 +194,7 @@ class Prefills:
     def _run_parts(self, ids: Tokens, logits: Logits, tensors: Tensors) -> Tensors:
         """One prompt in micro-batches."""
         program = self._program(len(ids), logits)
-        tokens = torch.tensor(ids, dtype=torch.int64, device=self._device)
+        tokens = torch.frombuffer(ids, dtype=torch.int64).to(self._device)
         positions = torch.arange(len(ids), device=self._device)
         given = {"tokens": tokens, "positions": positions}
         return program.evaluator.run({**tensors, **program.given, **given})
@@ -212,29 +212,33 @@ class Prefills:
         is_long = may_be_long and keys_a_row(parts) >= LONG_KEYS
         program = self._program(size, logits, is_long=is_long)
         rows = program.rows
+        assert rows is not None, "programs of packed prompts have rows"
         await_event(rows, self._limit_s, self._name)
         rows.lay(parts)
-        if program.used and program.graph is None and self._captures and logits == "none":
+        if program.graph is None:
             rows.queue_copy()
-            program.graph = self._capture(program, tensors)
-        if not program.used and program.rehearses:
-            self._compile_ahead(program, tensors)
-        program.used = True
-        rows.expect_copy()
-        if program.graph is not None:
-            return program.graph.run({})
-        rows.queue_copy()
-        return program.evaluator.run({**tensors, **program.given})
+            rows.note_sent()
+            if program.used and self._captures and logits == "none":
+                program.graph = self._capture(program, tensors)
+            if program.graph is None:
+                if not program.used and program.rehearses:
+                    self._compile_ahead(program, tensors)
+                program.used = True
+                return program.evaluator.run({**tensors, **program.given})
+        outputs = program.graph.run({})
+        rows.note_sent()
+        return outputs
 
     def _program(self, size: int, logits: Logits, *, is_long: bool = False) -> _Program:
         key = size, logits, is_long
         found = self._programs.get(key)
         if found is None:
             evaluator, joined = self._open(*self._host_program(size, logits), is_long)
-            batch = self._decode_plan.options.batch
-            rows = _SentRows(size, batch, self._max_context, self._device)
-            parts = rows.tensor.split(row_lengths(size, batch))  # type: ignore[no-untyped-call]
-            given = joined | dict(zip(ROWS, parts, strict=True)) | self._known(evaluator.host)
+            rows, given = None, joined | self._known(evaluator.host)
+            if self._packs:
+                batch = self._decode_plan.options.batch
+                rows = _SentRows(size, batch, self._max_context, self._device)
+                given |= dict(zip(ROWS, rows.parts, strict=True))
             rehearses = self._plans_anew and self._device.type == "cuda"
             found = self._programs[key] = _Program(evaluator, rows, given, rehearses)
             self._plans_anew = False
@@ -305,7 +309,7 @@ class Prefills:
                 given,
                 memory,
                 copy_states=self._recurrent,
-                before=program.rows.queue_copy,
+                before=program.rows.queue_copy if program.rows else None,
             ),
         )
         if problem:

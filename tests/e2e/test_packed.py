@@ -18,6 +18,7 @@ from distmega.engine.packing import (
     pack_prompts,
     row_lengths,
 )
+from distmega.engine.prefill import _SentRows
 from distmega.engine.requests import EngineOptions
 from distmega.errors import HangError, RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
@@ -79,7 +80,7 @@ def test_passes_hold_each_token_once_and_in_order(prompts, budget, spare):
         laid = PassRows(size + spare, 6, 9)
         laid.memory.fill_(-7)
         laid.lay(parts)
-        numbers = laid.memory.split(row_lengths(size + spare, 6))
+        numbers = laid.memory[:-1].split(row_lengths(size + spare, 6))
         rows = dict(zip(ROWS, (part.tolist() for part in numbers), strict=True))
         starts = rows["starts"]
         counts = [stop - start for start, stop in itertools.pairwise(starts)]
@@ -187,19 +188,34 @@ def test_a_cache_filled_to_its_end_is_no_larger_program():
     assert sizes == [(10 + CONTEXT, 10 + CONTEXT), (CONTEXT + 10, 2 * CONTEXT)]
 
 
+def test_rows_may_be_written_once_those_that_were_sent_have_arrived():
+    rows = _SentRows(4, 1, 8, torch.device("cpu"))
+    parts = pack_prompts({0: array("q", (1, 2, 3))}, 8)[0]
+    for _ in range(2):
+        assert rows.query()
+        rows.lay(parts)
+        assert rows.query(), "nothing is sent: what came between them has failed"
+        rows.lay(parts)
+        rows.note_sent()
+        assert not rows.query()
+        rows.queue_copy()
+        assert rows.query()
+    assert rows.parts[0].tolist() == [1, 2, 3, 0]
+
+
 def test_rows_that_a_gpu_never_takes_end_the_wait_and_stay_as_they_are():
     """The pass before waits in vain, so that the next one's rows can't be laid."""
     engine = open_tiny("tiny-llama", 1)
     token = engine.prefill([1, 2, 3])
     (program,) = engine._prefills._programs.values()
-    rows = program.rows.tensor.clone()
+    rows = [part.clone() for part in program.rows.parts]
     with (
         patch.object(program.rows, "query", lambda: False),
         patch.object(engine._prefills, "_limit_s", 0.05),
         pytest.raises(HangError, match="a prompt of rank 0: still under way"),
     ):
         engine.prefill([4, 5, 6])
-    assert torch.equal(program.rows.tensor, rows)
+    assert all(map(torch.equal, program.rows.parts, rows))
     assert engine.prefill([1, 2, 3]) == token
 
 

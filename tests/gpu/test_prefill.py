@@ -9,7 +9,6 @@ from distmega.engine import prefill
 from distmega.hostir.library import ops as library
 from distmega.hostir.library.heads import Heads, MoveHeads
 from distmega.hostir.library.heads import move_heads as move_by_torch
-from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.kernels.library.heads import append, move_heads, rotate
 from distmega.kernels.library.packed_attention import (
     STAGES,
@@ -202,30 +201,40 @@ def test_a_prompt_gives_the_same_token_in_a_graph():
     assert torch.equal(steps[0], steps[1])
 
 
-@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("way", ["mapped", "copied", "refused"])
 def test_rows_of_a_pass_wait_until_the_one_before_has_taken_its_own(
-    mapped: bool, monkeypatch: pytest.MonkeyPatch
+    way: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Many passes by one graph in one call leave the caches that passes leave one by one; rows
-    fetched by a kernel, or copied where their memory was pinned for another GPU.
+    """Many passes of one size in one call leave the caches that passes leave one by one: by a graph
+    whose kernel fetches rows, or copies them where their memory was pinned for another GPU, and op
+    by op where nothing is captured.
     """
-    if not mapped:
+    if way == "copied":
         monkeypatch.setattr(prefill, "map_pinned", lambda memory, device: None)
+    if way == "refused":
+        monkeypatch.setattr(prefill, "capture_on_ranks", lambda *given: (None, "not today"))
     engine = open_engine("smollm2-135m", max_context=2048, max_batched_tokens=64)
     prompt = torch.randint(0, 49152, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
-    run = CapturedHost.run
+    run_pass = prefill.Prefills._run_pass
 
-    def run_alone(self: CapturedHost, *given: object, **options: object) -> object:
+    def run_alone(self: prefill.Prefills, *given: object) -> object:
         torch.cuda.synchronize()
-        outputs = run(self, *given, **options)  # type: ignore[arg-type]
+        outputs = run_pass(self, *given)  # type: ignore[arg-type]
         torch.cuda.synchronize()
         return outputs
 
     with monkeypatch.context() as patched:
-        patched.setattr(CapturedHost, "run", run_alone)
+        patched.setattr(prefill.Prefills, "_run_pass", run_alone)
         token = [engine.prefill(prompt) for _ in range(2)][-1]
+        logits = engine.logits(prompt)
+    programs = engine._prefills._programs.values()
+    assert any(program.graph for program in programs) == (way != "refused")
+    for program in programs:
+        assert program.rows is not None
+        assert (program.rows._mapped_rows is None) == (way == "copied")
     expected = engine._arenas.states.clone()
     for _ in range(10):
         engine._arenas.states.zero_()
         assert engine.prefill(prompt) == token
         assert torch.equal(engine._arenas.states, expected)
+    assert torch.equal(engine.logits(prompt), logits)

@@ -216,7 +216,7 @@ def prompt_tensors(program: Program) -> dict[str, torch.Tensor]:
              for s, n in ((0, 5), (2, 7))]  # fmt: skip
     laid = PassRows(14, 3, 14)
     laid.lay(parts)
-    rows = laid.memory.split(list(row_lengths(14, 3)))
+    rows = laid.memory[:-1].split(list(row_lengths(14, 3)))
     generator = torch.Generator().manual_seed(0)
     weights = {
         t.name: torch.randn(t.shape, generator=generator) * 0.3
