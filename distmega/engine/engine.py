@@ -395,11 +395,11 @@ class Engine(OwnProcess):
                 if not is_sound(last_logits(self.stepping, self._num_decoded)):
                     raise self._end_unsound()
 
-    def _end_unsound(self) -> ModelError:
-        """What to raise for logits that are not finite. All sequences end here, and caches are
-        emptied, since what is behind a sequence's end must be finite too.
+    def _end_unsound(self, *found: str) -> ModelError:
+        """What to raise for logits that are not finite, or what an op has found. All sequences end
+        here, and caches are emptied, since what is behind a sequence's end must be finite too.
         """
-        error = explain_unsound(self._arenas.state_views, self.comm.rank)
+        error = explain_unsound(self._arenas.state_views, self.comm.rank, *found)
         self._arenas.states.zero_()
         self._num_cached = [0] * self.batch
         return error
@@ -447,16 +447,16 @@ class Engine(OwnProcess):
             self._require_capacity(1, num_cached)
         last = self.decode_plan.max_context - 1
         positions = [min(num_cached, last) for num_cached in self._num_cached]
+        given = {
+            "tokens": torch.tensor([*tokens, *[0] * (self.batch - num)], device=self.device),
+            "positions": torch.tensor(positions, device=self.device),
+            **self._given,
+        }
         with self._in_step, self._unchanged(num):
-            outputs = self._decode.runner.run(
-                {
-                    "tokens": torch.tensor(
-                        [*tokens, *[0] * (self.batch - num)], device=self.device
-                    ),
-                    "positions": torch.tensor(positions, device=self.device),
-                    **self._given,
-                }
-            )
+            try:
+                outputs = self._decode.runner.run(given)
+            except RequestError as error:  # an op's, of numbers that are none
+                raise self._end_unsound(error.found) from error
             self._require_sound(outputs, num)
         self._grow(num, 1)
         self._num_decoded = num
@@ -509,8 +509,13 @@ class Engine(OwnProcess):
             sampled = {name: x[slot : slot + 1] for name, x in self._sample_inputs.items()}
             return {**self._given, **sampled, **self._slots[slot]}
 
+        for slot in prompts:  # whatever happens meanwhile, what it was has ended
+            self._num_cached[slot] = 0
         with self._in_step:
-            found, scores = self._prefills.run(prompts, logits, self._given, slot_tensors)
+            try:
+                found, scores = self._prefills.run(prompts, logits, self._given, slot_tensors)
+            except RequestError as error:  # an op's, of numbers that are none
+                raise self._end_unsound(error.found) from error
             if self.decode_plan.staged.stage.num_stages > 1 and self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
                 self.comm.check_signals()

@@ -32,14 +32,16 @@ def require_sound_weight(name: str, x: Tensor) -> None:
         )
 
 
-def explain_unsound(caches: Mapping[str, Tensor], rank: int) -> ModelError:
-    """What to raise where logits are not finite. caches: of a rank, in the order of layers; the
-    first that is not finite tells where it began.
+def explain_unsound(
+    caches: Mapping[str, Tensor], rank: int, found: str = "logits that are NaN or infinite"
+) -> ModelError:
+    """What to raise where logits are not finite, or an op has `found` such numbers before. caches:
+    of a rank, in the order of layers; the first that is not finite tells where it began.
     """
     unsound = next((name for name, cache in caches.items() if not is_sound(cache)), "")
     where = f"first in {unsound!r}" if unsound else f"behind {[*caches][-1]!r}"
     return ModelError(
-        f"logits that are NaN or infinite; on rank {rank} numbers go wrong {where}",
+        f"{found}; on rank {rank} numbers go wrong {where}",
         expected="finite numbers in every layer",
         remedy="check the weights of that layer and of the one before it: they are finite, but too "
         "large, or do not fit the configuration",

@@ -11,7 +11,7 @@ from distmega.engine.ranks import jobs
 from distmega.engine.ranks.context import RankContext
 from distmega.engine.requests import EngineOptions, ScoreRequest
 from distmega.engine.soundness import is_sound
-from distmega.errors import ModelError
+from distmega.errors import ModelError, RequestError
 from distmega.hostir.comm.collectives import combine_parts
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.launch.contract import LauncherOptions
@@ -87,6 +87,49 @@ def test_a_decode_step_that_goes_wrong_is_named_and_the_engine_stays(sampling: S
         with pytest.raises(ModelError, match=r"first in .layers\.1\.v_cache."):
             next(steps)
         assert list(engine.generate_all(prompts, 6)) == expected
+
+
+def test_scores_of_experts_that_are_none_end_all_sequences():
+    """A router finds them before there are logits: in a step and in a prompt."""
+    engine = open_tiny(open_model("tiny-mixtral"), batch=2)
+    prompts = [PROMPT, (9, 8)]
+    expected = list(engine.generate_all(prompts, 6))
+    steps = engine.generate_all(prompts, 6)
+    next(steps)
+    engine.tensor("layers.1.v_cache")[1].fill_(math.nan)
+    with pytest.raises(
+        ModelError, match=r"a router score of row 1 .* first in .layers\.1\.v_cache."
+    ):
+        next(steps)
+    assert list(engine.generate_all(prompts, 6)) == expected
+
+    weight = engine.tensor("layers.0.ffn_norm")
+    whole = weight.clone()
+    weight.fill_(HUGE)
+    with pytest.raises(ModelError, match="a router score of row 0 is not a number; on rank 0"):
+        engine.prefill(PROMPT, 1)
+    weight.copy_(whole)
+    with pytest.raises(RequestError, match="slot 0, in which no sequence has started"):
+        engine.decode_step([3, 3])
+    assert list(engine.generate_all(prompts, 6)) == expected
+
+
+def test_a_prompt_that_is_interrupted_leaves_no_sequence(monkeypatch: pytest.MonkeyPatch):
+    engine = open_tiny(batch=2)
+    tokens = engine.prefill_all([PROMPT, (9, 8)])
+    expected = engine.decode_step(tokens)["next"].tolist()
+    engine.prefill_all([PROMPT, (9, 8)])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._prefills, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.prefill([4, 4, 4], 1)
+    with pytest.raises(RequestError, match="slot 1, in which no sequence has started"):
+        engine.decode_step(tokens)
+    assert engine.decode_step(tokens[:1])["next"].tolist()[:1] == expected[:1]
 
 
 def test_perplexity_is_a_number_or_an_error(monkeypatch: pytest.MonkeyPatch):
