@@ -28,7 +28,7 @@ from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.graph import conflicting_touches
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.kinds import kind_of
-from distmega.program.types import Program
+from distmega.program.types import Program, accesses
 from distmega.sharding.resolve.collectives import RANK_AXIS
 
 TaskId = tuple[str, int]
@@ -254,15 +254,38 @@ class EventGraph:
                     expected=f"0 to {most}, its bound when this was compiled",
                     remedy="give it a value, or compile for a larger one",
                 )
-        tensors = self.program.tensor_map()
-        for name in {grid.rows.starts for grid in self.grids if grid.rows} & {*known.starts}:
-            rows, groups = known.rows(name), tensors[name].shape[0] - 1
-            if len(rows) != groups or min(rows) < 0:
+        self._require_groups(known)
+
+    def _require_groups(self, known: RunTime) -> None:
+        for name in self._group_limits.keys() & {*known.starts}:
+            bounds, rows = known.bounds(name), known.rows(name)
+            groups, most_rows, stop = self._group_limits[name]
+            fits = len(rows) == groups and min(rows) >= 0 and max(rows) <= most_rows
+            if not fits or bounds[0] < 0 or bounds[-1] > stop:
                 raise ProgramError(
-                    f"starts {name!r} {list(known.starts[name])}",
-                    expected=f"{groups + 1} numbers that do not fall",
+                    f"starts {name!r} {bounds}",
+                    expected=f"{groups + 1} numbers from 0 to {stop} that do not fall, nor rise by "
+                    f"more than {most_rows}",
                     remedy="give the start of each group, and the end of the last",
                 )
+
+    @cached_property
+    def _group_limits(self) -> dict[str, tuple[int, int, int]]:
+        """Of starts of groups by name: how many groups there are, rows that one has at most, and
+        positions of all.
+        """
+        tensors = self.program.tensor_map()
+        limits = dict[str, tuple[int, int, int]]()
+        for op in self.program.ops:
+            for access in accesses(op):
+                for extent, index in zip(tensors[access.tensor].shape, access.dims, strict=True):
+                    if index.is_grouped:
+                        name = op.reads[index.starts].tensor
+                        groups = tensors[name].shape[0] - 1
+                        rows = op.extents[index.axes[1]]
+                        _, most_rows, stop = limits.get(name, (groups, rows, extent))
+                        limits[name] = groups, min(rows, most_rows), min(extent, stop)
+        return limits
 
     def count(self, event: EventId, known: RunTime) -> int:
         """Triggers that complete an event: those of tasks that run, on all ranks that count, each
@@ -275,6 +298,8 @@ class EventGraph:
                 expected=f"events of {', '.join(self.sources_of)}, each with its coordinates",
                 remedy="take one of `waits` or `triggers`",
             )
+        require(known, RunTime, "known", "a RunTime")
+        self._require_groups(known)
         tasks, ranks = self.producers.get(event, ()), self.ranks_of[event[0]]
         each = [known] if ranks == 1 else [self.on_rank(known, rank) for rank in range(ranks)]
         return sum(self.runs(task, there) for there in each for task in tasks)

@@ -59,21 +59,26 @@ def spread_symbols(program: Program, symbols: Mapping[str, tuple[str, int]]) -> 
             for access, dim, axis in _whole_dims(program, op):
                 if axis in known:
                     _agree(dims, (access.tensor, dim), known[axis])
-    _refuse_sums(program, found)
+    _refuse_sums(program, found, dims)
     return found
 
 
-def _refuse_sums(program: Program, found: AxisSymbols) -> None:
+def _refuse_sums(program: Program, found: AxisSymbols, dims: Mapping[tuple[str, int], str]) -> None:
     """ProgramError for an op that takes a dim at once of which a symbol says what is in use, but
-    not up to where: one that is composed of several axes.
+    not up to where: one that holds a part of what the symbol counts, or more than that, or shares
+    it out among several dims. dims: those whose extent is a symbol.
     """
     inside: dict[tuple[str, int], str] = {}
     for op in program.ops:
+        known = found[op.name]
         cut = dict[str, str]()
         for read in op.reads:
             for dim, index in enumerate(read.dims):
-                symbol = inside.get((read.tensor, dim), "")
-                cut |= dict.fromkeys(index.axes if symbol else (), symbol)
+                at = read.tensor, dim
+                if at in inside:
+                    cut |= dict.fromkeys(index.axes, inside[at])
+                elif at in dims:
+                    cut |= {name: dims[at] for name in index.axes if name not in known}
         for name, symbol in cut.items():
             axis = op.axis(name)
             if axis.role != "parallel" and not axis.lookup:
@@ -82,12 +87,13 @@ def _refuse_sums(program: Program, found: AxisSymbols) -> None:
                     expected="a dim that is one axis, so that the symbol is its extent",
                     remedy="take the dims apart",
                 )
+        carried = cut | known
         for write in op.writes:
             for dim, index in enumerate(write.dims):
-                known = cut | (found[op.name] if len(index.axes) > 1 else {})
+                at = write.tensor, dim
                 for name in index.axes:
-                    if name in known:
-                        inside[write.tensor, dim] = known[name]
+                    if name in carried and at not in dims:
+                        inside[at] = carried[name]
 
 
 def _whole_dims(program: Program, op: Op) -> list[tuple[Access, int, str]]:

@@ -8,6 +8,7 @@ tasks run, from what is known only at run time (RunTime). Next: analyse.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import index
 from typing import TypeVar
 
 from distmega.errors import ProgramError
@@ -152,8 +153,21 @@ class RunTime:
 
     def rows(self, starts: str) -> list[int]:
         """Rows of each group; ProgramError where nothing is known of them."""
-        bounds = _given(self.starts, starts, "starts")
-        return [stop - start for start, stop in pairwise(bounds)]
+        return [stop - start for start, stop in pairwise(self.bounds(starts))]
+
+    def bounds(self, starts: str) -> list[int]:
+        """The start of each group and the end of the last; ProgramError where they are not known,
+        or no whole numbers.
+        """
+        given = _given(self.starts, starts, "starts")
+        try:
+            return [*map(index, given)]
+        except TypeError as error:
+            raise ProgramError(
+                f"starts {starts!r} {given!r:.80}",
+                expected="whole numbers in a sequence",
+                remedy="give the start of each group, and the end of the last",
+            ) from error
 
 
 Value = TypeVar("Value")

@@ -90,7 +90,7 @@ def run_ranks(
     ]
     for machine in machines:
         machine.team = machines
-    left = list(machines)
+    left = [machine for machine in machines if not machine.ended]  # of views alone all have
     while left:
         going = next((m for m in order.sample(left, len(left)) if m.step_any()), None)
         if going is None:

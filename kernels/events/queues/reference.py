@@ -78,11 +78,13 @@ class TileReference:
         if any(not part and op.axis(name).role == "parallel" for name, part in tile.items()):
             return
         for name, used in tile.items():
-            if not used and op.axis(name).combine in ("max", "min"):
+            least = _least_in_use(op, name)
+            if len(used) < least:
+                what = op.axis(name).combine if least == 1 else op.kind
                 raise ProgramError(
-                    f"the {op.axis(name).combine} along axis {name!r} of op {op.name!r}, of which"
-                    " nothing is in use",
-                    expected="a symbol of at least 1",
+                    f"the {what} along axis {name!r} of op {op.name!r}, of which"
+                    f" {len(used) or 'nothing'} is in use",
+                    expected=f"a symbol of at least {least}",
                     remedy="run nothing where there is nothing",
                 )
         narrowed = {name: part for name, part in tile.items() if _can_narrow(op, name)}
@@ -175,6 +177,19 @@ class TileReference:
                 if row < starts[group + 1] - starts[group]
             ]
         return list(chain(*index_ranges(index, tile, op.extents, extent)))
+
+
+def _least_in_use(op: Op, axis: str) -> int:
+    """Elements along an axis without which an op has no result: those that it chooses."""
+    if op.axis(axis).role != "reduce" or kind_of(op).counts_rows:
+        return 0
+    read = {name for access in op.reads for index in access.dims for name in index.axes}
+    chosen = [
+        each.extent
+        for each in op.axes
+        if each.role == "scatter" and not each.lookup and each.name not in read
+    ]
+    return max(chosen, default=int(op.axis(axis).combine in ("max", "min", "argmax")))
 
 
 def _shared_rows(graph: EventGraph) -> set[str]:

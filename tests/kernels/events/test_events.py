@@ -2,6 +2,7 @@
 the printed form, and agreement with the tables of overlap.
 """
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -492,8 +493,13 @@ def test_starts_that_do_not_fit_are_named():
     graph = analyse_events(moe_block(rows=4, num_experts=4), {"gate": {"e": 1, "r": 2}})
     with pytest.raises(ProgramError, match=r"starts 'routing\.offsets' without a value"):
         graph.running(RunTime())
-    for starts in ([0, 1], [0, 4, 2, 6, 8]):
-        with pytest.raises(ProgramError, match="expected 5 numbers that do not fall"):
-            graph.running(RunTime(starts={"routing.offsets": starts}))
+    event = graph.waits["gate", 0][0]
+    for starts in ([0, 1], [0, 4, 2, 6, 8], [0, 5, 6, 7, 8], [0, 4, 6, 7, 9], [-1, 3, 6, 7, 8]):
+        for ask in (graph.running, partial(graph.count, event)):
+            with pytest.raises(ProgramError, match="expected 5 numbers from 0 to 8"):
+                ask(RunTime(starts={"routing.offsets": starts}))
+    for unread in (None, ["a"] * 5, [0, 4, 6, 7, 8.0]):
+        with pytest.raises(ProgramError, match="expected whole numbers in a sequence"):
+            graph.running(RunTime(starts={"routing.offsets": unread}))  # type: ignore[dict-item]
     with pytest.raises(ProgramError, match="tasks of 'nothing'"):
         graph.tiles(RunTime(starts={"routing.offsets": [0, 4, 6, 7, 8]}), "nothing")

@@ -3,6 +3,7 @@ proof for all of them, and what finds a wait that is missing.
 """
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 
@@ -347,6 +348,57 @@ def test_a_sum_that_a_symbol_ends_in_is_refused():
     with pytest.raises(ProgramError, match=r"op 'S' of all of axis .* in which symbol 'B' ends"):
         analyse_events(program, {}, symbols={"B": ("x", 0)})
     analyse_events(program, {})
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda p, x: p.slice(x, 0, 0, 4),
+        lambda p, x: p.slice(x, 0, 0, 4, view=True),
+        lambda p, x: p.concat([x, x], 0),
+        lambda p, x: p.concat([p.slice(x, 0, 0, 3), p.slice(x, 0, 3, 6)], 0),
+        lambda p, x: p.reshape(x, (3, 2, 4)),
+    ],
+    ids=["slice", "view", "twice", "again", "apart"],
+)
+def test_a_sum_over_a_part_of_what_a_symbol_counts_is_refused(part):
+    """Which of its elements are in use nobody says: they would be read, whatever they hold."""
+    for sums in (False, True):
+        p = ProgramBuilder("parts")
+        made = part(p, p.input("x", (6, 4)).map("exp(a0)", name="P"))
+        results = [p.reduce(made, 0, name="S")] if sums else []
+        program = p.build(made.map("-a0"), *results)
+        refused = pytest.raises(
+            ProgramError, match=r"op 'S' of all of axis .* in which symbol 'B' ends"
+        )
+        with refused if sums else nullcontext():
+            analyse_events(program, {}, symbols={"B": ("x", 0)})
+
+
+@pytest.mark.parametrize(
+    ("choose", "least"),
+    [(lambda p, x: p.topk(x, 3)[1], 3), (lambda p, x: p.top_k(x, 2)[1], 2),
+     (lambda p, x: p.argmax(x), 1)],
+    ids=["topk", "top_k", "argmax"],
+)  # fmt: skip
+def test_what_is_chosen_among_fewer_is_refused(choose, least: int):
+    p = ProgramBuilder("choice")
+    program = p.build(choose(p, p.input("x", (4, 6))))
+    queues = make_queues(analyse_events(program, {}, symbols={"E": ("x", 1)}), 2)
+    given = {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(0))}
+    launch = run_queues(queues, given, symbols={"E": least})
+    (found,) = (launch.tensors[name] for name in program.outputs)
+    assert found.max() < least
+    with pytest.raises(ProgramError, match=f"in use; expected a symbol of at least {least}"):
+        run_queues(queues, given, symbols={"E": least - 1})
+
+
+def test_a_program_of_views_has_ended_before_it_starts():
+    p = ProgramBuilder("views")
+    program = p.build(p.transpose(p.input("x", (4, 3)), (1, 0), view=True, name="y"))
+    x = torch.arange(12.0).view(4, 3)
+    launch = run_queues(make_queues(analyse_events(program, {}), 2), {"x": x})
+    assert torch.equal(launch.tensors["y"], x.T)
 
 
 def test_states_that_are_given_stay():
