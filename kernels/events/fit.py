@@ -8,7 +8,7 @@ stays a table. Used by analyse.py.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, pairwise, product
 
 from distmega.kernels.events.values import Coordinates, EventCoordinate, EventMap
 
@@ -98,7 +98,7 @@ def _fit_steps(grid: Grid, sets: Sequence[tuple[Coordinates, ...]]) -> EventMap 
     if list(product(*steps)) != used:
         return None
     inner = _fit_ranges(tuple(map(len, steps)), [events for events in sets if events])
-    if inner is None or any(position.values for position in (*inner.first, *inner.last)):
+    if inner is None or not all(map(_steps_alone, (*inner.first, *inner.last))):
         return None
     return EventMap(
         first=tuple(_spread(position, steps, rounds_up=True) for position in inner.first),
@@ -106,37 +106,87 @@ def _fit_steps(grid: Grid, sets: Sequence[tuple[Coordinates, ...]]) -> EventMap 
     )
 
 
+def _steps_alone(position: EventCoordinate) -> bool:
+    """Whether a place follows one coordinate at most: then its steps alone say when it is one."""
+    return len(position.terms) <= 1 and not position.values and not position.modulus
+
+
 def _spread(
     position: EventCoordinate, steps: Sequence[range], *, rounds_up: bool
 ) -> EventCoordinate:
     """The place by a coordinate of which it was found by the number of its step."""
-    if position.dim < 0:
+    if not position.terms:
         return position
-    start, step = steps[position.dim].start, steps[position.dim].step
-    offset = position.offset * step - position.scale * start + (step - 1) * rounds_up
+    ((dim, scale),) = position.terms
+    start, step = steps[dim].start, steps[dim].step
+    offset = position.offset * step - scale * start + (step - 1) * rounds_up
     return replace(position, offset=offset, divisor=position.divisor * step)
 
 
 def fit_coordinate(grid: Grid, values: Sequence[int]) -> EventCoordinate | None:
-    """The place that gives `values`, one a task; None if it depends on several coordinates."""
+    """The place that gives `values`, one a task; None if it depends on several coordinates by no
+    formula.
+    """
     if len(set(values)) <= 1:
         return EventCoordinate(offset=values[0] if values else 0)
     tasks = list(grid_coordinates(grid))
     for dim, extent in enumerate(grid):
         seen: dict[int, int] = {}
         if all(seen.setdefault(t[dim], v) == v for t, v in zip(tasks, values, strict=True)):
-            return _formula(dim, [seen[n] for n in range(extent)])
+            alone = [seen[n] for n in range(extent)]
+            return _formula(((dim, 1),), alone) or EventCoordinate(
+                terms=((dim, 1),), values=tuple(alone)
+            )
+    return _affine(grid, values) or _formula(_row_major(grid), values)
+
+
+def _row_major(grid: Grid) -> tuple[tuple[int, int], ...]:
+    """The terms that number tasks."""
+    strides = [math.prod(grid[dim + 1 :]) for dim in range(len(grid))]
+    return tuple((dim, strides[dim]) for dim, extent in enumerate(grid) if extent > 1)
+
+
+def _affine(grid: Grid, values: Sequence[int]) -> EventCoordinate | None:
+    """A sum of scaled coordinates and an offset."""
+    scales = [(dim, values[stride] - values[0]) for dim, stride in _row_major(grid)]
+    terms = tuple((dim, scale) for dim, scale in scales if scale)
+    found = EventCoordinate(terms=terms, offset=values[0])
+    tasks = grid_coordinates(grid)
+    return found if all(found.at(t) == v for t, v in zip(tasks, values, strict=True)) else None
+
+
+def _formula(number: tuple[tuple[int, int], ...], values: Sequence[int]) -> EventCoordinate | None:
+    """The formula that gives value n where the sum of the terms `number` is n; None without one."""
+    ascending = all(before <= value for before, value in pairwise(values))
+    for modulus in (0,) if ascending else (0, max(values) + 1):
+        line = _unwrapped(values, modulus) if modulus else values
+        for scale, offset, divisor in _candidates(line):
+            if all((scale * n + offset) // divisor == v for n, v in enumerate(line)):
+                terms = tuple((dim, scale * each) for dim, each in number)
+                return EventCoordinate(terms=terms, offset=offset, divisor=divisor, modulus=modulus)
     return None
 
 
-def _formula(dim: int, values: Sequence[int]) -> EventCoordinate:
-    first, num = values[0], len(values)
-    for divisor in range(1, max(MAX_FACTOR, num) + 1):
-        scales = range(1, MAX_FACTOR + 1) if divisor <= MAX_FACTOR else (1,)
-        for scale in scales:
-            if math.gcd(scale, divisor) > 1:
-                continue
-            for offset in range(first * divisor, (first + 1) * divisor):
-                if all((scale * n + offset) // divisor == v for n, v in enumerate(values)):
-                    return EventCoordinate(dim=dim, scale=scale, offset=offset, divisor=divisor)
-    return EventCoordinate(dim=dim, values=tuple(values))
+def _unwrapped(values: Sequence[int], modulus: int) -> list[int]:
+    """Values that are remainders, each with the multiple that makes them ascend."""
+    found, base = [values[0]], 0
+    for before, value in pairwise(values):
+        base += modulus * (value < before)
+        found.append(base + value)
+    return found
+
+
+def _candidates(values: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Scale, offset and divisor of formulas that may give the values, the smallest divisors first:
+    lines, small fractions, and stairs whose steps are 1 high.
+    """
+    first = values[0]
+    yield values[1] - first, first, 1
+    for divisor in range(2, MAX_FACTOR + 1):
+        for scale in range(1, MAX_FACTOR + 1):
+            if math.gcd(scale, divisor) == 1:
+                for offset in range(first * divisor, (first + 1) * divisor):
+                    yield scale, offset, divisor
+    runs = [len(list(run)) for _, run in groupby(values)]
+    divisor = max(runs)
+    yield 1, (first + 1) * divisor - runs[0], divisor

@@ -7,10 +7,10 @@
       tasks q(e:4/1, r:4/2) rows routing.offsets of 4 (e, r)
       event p.0[ceil(B/1)<=16] own from p(d0) count 1 active B to c(d0)
 
-A dim of a grid prints as axis:extent/tile, with its symbol. A place prints as the task's dim it
-follows, `(d0*4+1)/3`, as `d0{0,0,2}` where only a table gives it, `#2` where it is fixed, and as
-two of them, `first..last`, where a task has several events, or none, the first being behind the
-last. parse_events(print_events(g), g.program) == g.
+A dim of a grid prints as axis:extent/tile, with its symbol. A place prints as a sum of the task's
+coordinates, `d0*4-d1+3`, divided and as a remainder, `(d0*4+1)/3%8`, as `d0{0,0,2}` where only a
+table gives it, `#2` where it is fixed, and as two of them, `first..last`, where a task has several
+events, or none, the first being behind the last. parse_events(print_events(g), g.program) == g.
 """
 
 import ast
@@ -92,13 +92,21 @@ def _print_map(positions: EventMap) -> str:
 
 
 def _print_coordinate(position: EventCoordinate) -> str:
-    if position.dim < 0:
+    if not position.terms:
         return f"#{position.offset}"
     if position.values:
-        return f"d{position.dim}{{{','.join(map(str, position.values))}}}"
-    text = f"d{position.dim}" + (f"*{position.scale}" if position.scale != 1 else "")
+        return f"d{position.terms[0][0]}{{{','.join(map(str, position.values))}}}"
+    text = "".join(map(_print_term, position.terms)).removeprefix("+")
     text += f"{position.offset:+d}" if position.offset else ""
-    return f"({text})/{position.divisor}" if position.divisor != 1 else text
+    divisor = f"/{position.divisor}" if position.divisor != 1 else ""
+    modulus = f"%{position.modulus}" if position.modulus else ""
+    return f"({text}){divisor}{modulus}" if divisor or modulus else text
+
+
+def _print_term(term: tuple[int, int]) -> str:
+    dim, scale = term
+    sign = "-" if scale < 0 else "+"
+    return f"{sign}d{dim}" + (f"*{abs(scale)}" if abs(scale) != 1 else "")
 
 
 _NAME = r"[\w./@#-]+"
@@ -115,8 +123,11 @@ _EVENT = re.compile(
 _EXTENT = re.compile(rf"(\d+)|(?:ceil\((\w+)/(\d+)\)|rows\(({_NAME})/(\d+)\))<=(\d+)")
 _COUNT = re.compile(rf"(\d+|\[\d+(?:, \d+)+\])( active)?((?: {_NAME})*)")
 _COORDINATE = re.compile(
-    r"#(-?\d+)|d(\d+)\{([\d,]+)\}|(\()?d(\d+)(?:\*(\d+))?([+-]\d+)?(?(4)\)/(\d+))"
+    r"#(-?\d+)|d(\d+)\{([\d,]+)\}"
+    r"|(\()?([+-]?d\d+(?:\*-?\d+)?(?:[+-]d\d+(?:\*-?\d+)?)*)([+-]\d+)?"
+    r"(?(4)\)(?=[/%])(?:/(\d+))?(?:%([1-9]\d*))?)"
 )
+_TERM = re.compile(r"([+-]?)d(\d+)(?:\*(-?\d+))?")
 _TARGET = re.compile(rf"({_NAME})\(((?:[^()]|\([^()]*\))*)\) ?")
 
 
@@ -245,13 +256,20 @@ def _parse_coordinate(line: str, text: str) -> EventCoordinate:
     match = _COORDINATE.fullmatch(text)
     if not match:
         raise _unreadable(line)
-    fixed, table_dim, values, _, dim, scale, offset, divisor = match.groups()
+    fixed, table_dim, values, _, terms, offset, divisor, modulus = match.groups()
     if fixed is not None:
         return EventCoordinate(offset=int(fixed))
     if table_dim is not None:
-        return EventCoordinate(dim=int(table_dim), values=tuple(map(int, values.split(","))))
+        numbers = tuple(map(int, values.split(",")))
+        return EventCoordinate(terms=((int(table_dim), 1),), values=numbers)
+    scales: dict[int, int] = {}
+    for sign, dim, scale in _TERM.findall(terms):
+        scales[int(dim)] = scales.get(int(dim), 0) + int(f"{sign}1") * int(scale or 1)
     return EventCoordinate(
-        dim=int(dim), scale=int(scale or 1), offset=int(offset or 0), divisor=int(divisor or 1)
+        terms=tuple(sorted((dim, scale) for dim, scale in scales.items() if scale)),
+        offset=int(offset or 0),
+        divisor=int(divisor or 1),
+        modulus=int(modulus or 0),
     )
 
 

@@ -1,7 +1,7 @@
 """Value types of event tensors: places, maps, extents, counts, guards.
 
 Tasks of an op have coordinates, one a split; events have coordinates, one a dim of their tensor. A
-Place says where along one event dim a task is, from one of its coordinates. A Guard says which
+Place says where along one event dim a task is, from its coordinates. A Guard says which
 tasks run, from what is known only at run time (RunTime). Next: analyse.py.
 """
 
@@ -19,23 +19,32 @@ Coordinates = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventCoordinate:
-    """(scale * coordinate `dim` + offset) // divisor; with dim -1 the offset itself. values: where
-    no such formula holds, the place for each value of the coordinate.
+    """(sum of scale * coordinate `dim` over `terms` + offset) // divisor, of that the remainder by
+    `modulus` if there is one. terms: (dim, scale), by dim; none for the offset itself. values:
+    where no such formula holds, the place for each value of the one coordinate in `terms`.
     """
 
-    dim: int = -1
-    scale: int = 1
+    terms: tuple[tuple[int, int], ...] = ()
     offset: int = 0
     divisor: int = 1
+    modulus: int = 0
     values: tuple[int, ...] = ()
 
     def at(self, task: Coordinates) -> int:
         """The place of a task."""
-        if self.dim < 0:
-            return self.offset
         if self.values:
-            return self.values[task[self.dim]]
-        return (self.scale * task[self.dim] + self.offset) // self.divisor
+            return self.values[task[self.terms[0][0]]]
+        place = self.offset
+        for dim, scale in self.terms:
+            place += scale * task[dim]
+        place //= self.divisor
+        return place % self.modulus if self.modulus else place
+
+    @property
+    def only_dim(self) -> int:
+        """The dim whose coordinate, or a part of it, is the place; -1 if it is another formula."""
+        plain = len(self.terms) == 1 and self.terms[0][1] == 1 and not self.offset
+        return self.terms[0][0] if plain and not self.values and not self.modulus else -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

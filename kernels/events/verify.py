@@ -62,6 +62,10 @@ def make_grid(op: Op, tiles: Mapping[str, int], spread: AxisSymbols) -> TaskGrid
     return TaskGrid(op=op.name, dims=dims, rows=rows)
 
 
+MOST_EVENTS = 1 << 24
+"""Of one tensor: each has a counter in memory."""
+
+
 def event_source(consumer: Op, grid: TaskGrid) -> Sources:
     """Whose tasks trigger what a consumer awaits: a collective reads what other ranks made, of one
     of them where its tasks are cut by source.
@@ -78,9 +82,9 @@ def event_extent(producer: TaskGrid, notify: EventMap, dim: int, most: int) -> E
     if notify.listed or notify.first != notify.last:
         return Extent(most=most)
     position = notify.first[dim]
-    if position.dim < 0 or position.values or position.scale != 1 or position.offset:
+    if position.only_dim < 0:
         return Extent(most=most)
-    source = producer.dims[position.dim]
+    source = producer.dims[position.only_dim]
     size = source.size * position.divisor
     if source.symbol:
         return Extent(most=most, symbol=source.symbol, size=size)
@@ -171,6 +175,8 @@ def _verify_event(graph: EventGraph, event: EventTensor) -> None:
 
 def _verify_ends(graph: EventGraph, event: EventTensor) -> None:
     """Ops that there are, the producer before its consumers, and maps from their tasks."""
+    if event.num_events > MOST_EVENTS:
+        raise _broken(event, f"{event.num_events} events", f"at most {MOST_EVENTS}")
     order = {grid.op: position for position, grid in enumerate(graph.grids)}
     consumers = [consumer for consumer, _ in event.waits]
     if event.producer not in order or not {*consumers} <= order.keys():
@@ -243,13 +249,15 @@ def _verify_map(event: EventTensor, positions: EventMap, grid: TaskGrid) -> None
         what = f"a map of {grid.op!r} to {counted(len(positions.first), 'dim')}"
         raise _broken(event, what, f"one to all {len(event.extents)}")
     for position in (*positions.first, *positions.last):
-        if position.dim >= len(grid.dims) or position.divisor < 1:
+        dims = [dim for dim, _ in position.terms]
+        fits = dims == sorted({*dims} & {*range(len(grid.dims))})
+        if not fits or position.divisor < 1 or position.modulus < 0:
             raise _broken(
                 event, f"{position} of {grid.op!r}", f"one of {counted(len(grid.dims), 'dim')}"
             )
-        if position.values and len(position.values) != grid.shape[position.dim]:
-            what = f"{len(position.values)} places along dim {position.dim} of {grid.op!r}"
-            raise _broken(event, what, f"one for each of {grid.shape[position.dim]}")
+        if position.values and (len(dims) != 1 or len(position.values) != grid.shape[dims[0]]):
+            what = f"{len(position.values)} places along dims {dims} of {grid.op!r}"
+            raise _broken(event, what, f"one for each of {grid.shape[dims[0] if dims else 0]}")
 
 
 def _broken(event: EventTensor, found: str, expected: str) -> VerifyError:

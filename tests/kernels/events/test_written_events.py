@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given as given_examples
+from hypothesis import strategies as st
 from torch import Tensor
 
 from distmega.errors import CheckError, ParseError, ProgramError, VerifyError
@@ -20,6 +22,9 @@ from distmega.kernels.events import (
     run_ranks,
 )
 from distmega.kernels.events.analyse import Tilings
+from distmega.kernels.events.fit import fit_map, grid_coordinates
+from distmega.kernels.events.values import EventCoordinate
+from distmega.program.builder import ProgramBuilder
 from distmega.program.text import parse_program
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -121,3 +126,110 @@ def test_ranks_are_as_many_as_events_are_of():
     queues = make_queues(analyse_events(program, {}, num_ranks=4), 1)
     with pytest.raises(ProgramError, match="tensors of 2 ranks, a mesh of 2; expected 4 ranks"):
         run_ranks(queues, [{}, {}], DeviceMesh(tp=2))
+
+
+def grid_chain(extent: int) -> Program:
+    p = ProgramBuilder("grid")
+    return p.build(p.input("x", (extent, extent)).map("exp(a0)", name="P").map("-a0", name="C"))
+
+
+@pytest.mark.parametrize(
+    ("event", "triggers"),
+    [
+        ("E[16] own from P(d0*4+d1) count 1 to C(d0*4+d1)", 16),
+        ("E[7] own from P(d0+d1) count [1, 2, 3, 4, 3, 2, 1] to C(d0+d1)", 7),
+        ("E[7] own from P(d0-d1+3) count [1, 2, 3, 4, 3, 2, 1] to C(d0-d1+3)", 7),
+        ("E[4] own from P(-d0+3) count 4 to C(-d0+3)", 4),
+        ("E[10] own from P(d0*3) count [4, 0, 0, 4, 0, 0, 4, 0, 0, 4] to C(d0*3)", 4),
+        ("E[4] own from P((d0+d1)%4) count 4 to C((d0+d1)%4)", 4),
+        ("E[2, 2] own from P((d0*4+d1)/8, (d1)%2) count 4 to C((d0*4+d1)/8, (d1)%2)", 4),
+        ("E[4, 4] own from P(d1, d0) count 1 to C(d1, d0)", 16),
+    ],
+)
+def test_maps_are_affine_in_all_coordinates(event: str, triggers: int):
+    """Tasks of a 4 x 4 grid: the diagonal of each, say, signals one event."""
+    program = grid_chain(4)
+    tasks = "  tasks P(i0:4/1, i1:4/1)\n  tasks C(i0:4/1, i1:4/1)\n"
+    text = f"events grid\n{tasks}  event {event}\n"
+    graph = parse_events(text, program)
+    assert print_events(graph) == text
+    queues = make_queues(graph, 3)
+    check_queues(queues)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    for seed in range(5):
+        launch = run_queues(queues, {"x": x}, seed=seed)
+        assert torch.equal(launch.tensors["C"], -x.exp())
+        assert len(launch.triggers) == triggers
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("d0d1", ParseError),
+        ("(d0)", ParseError),
+        ("(d0)%0", ParseError),
+        ("d0%4", ParseError),
+        ("d0*", ParseError),
+        ("(d0)/0", VerifyError),
+        ("d0+d2", VerifyError),
+        ("d0*4+d1-1", VerifyError),
+    ],
+)
+def test_places_that_are_none_are_named(place: str, error: type[Exception]):
+    tasks = "  tasks P(i0:4/1, i1:4/1)\n  tasks C(i0:4/1, i1:4/1)\n"
+    event = f"  event E[16] own from P({place}) count 1 to C(d0*4+d1)\n"
+    with pytest.raises(error):
+        parse_events(f"events grid\n{tasks}{event}", grid_chain(4))
+
+
+@pytest.mark.parametrize("counter", [16, 1 << 32])
+def test_more_events_than_memory_has_counters_for(counter: int):
+    tasks = "  tasks P(i0:4/1, i1:4/1)\n  tasks C(i0:4/1, i1:4/1)\n"
+    event = f"  event E[{counter}, {1 << 21}] own from P(d0, d1) count 1 to C(d0, d1)\n"
+    with pytest.raises(VerifyError, match="events; expected at most 16777216"):
+        parse_events(f"events grid\n{tasks}{event}", grid_chain(4))
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "form"),
+    [
+        ((4096,), 1, "from P(d0, d1) count 1 to C((d0)/64, (d0)%64)"),
+        ((4096,), 32, "from P(d0, (d1)/32) count 32 to C((d0)/2, (d0)%2)"),
+        ((16, 256), 1, "count 1 to C((d0*256+d1)/64, (d1)%64)"),
+    ],
+)
+def test_a_reshape_is_a_formula(shape: tuple[int, ...], tile: int, form: str):
+    p = ProgramBuilder("reshaped")
+    made = p.input("x", (64, 64)).map("exp(a0)", name="P")
+    program = p.build(p.reshape(made, shape, view=True).map("-a0", name="C"))
+    tiles = {"i0": tile} if len(shape) == 1 else {"i0": 1, "i1": 1}
+    graph = analyse_events(program, {"P": {"i0": 1, "i1": 1}, "C": tiles})
+    assert form in print_events(graph)
+    assert parse_events(print_events(graph), program) == graph
+
+
+PLACES = st.builds(
+    EventCoordinate,
+    terms=st.dictionaries(st.integers(0, 2), st.integers(-3, 20).filter(bool), max_size=3).map(
+        lambda scales: tuple(sorted(scales.items()))
+    ),
+    offset=st.integers(0, 9),
+    divisor=st.integers(1, 20),
+    modulus=st.sampled_from([0, 0, 2, 5, 7]),
+)
+
+
+@given_examples(PLACES, st.tuples(*[st.integers(1, 5)] * 3))
+def test_maps_that_are_found_give_the_events_that_they_were_found_from(
+    place: EventCoordinate, grid: tuple[int, int, int]
+):
+    """Whatever gave them; a place that any sum of coordinates gives is no list."""
+    tasks = list(grid_coordinates(grid))
+    found = [place.at(task) for task in tasks]
+    least = min(found)
+    table = [(value - least,) for value in found]
+    fitted = fit_map(grid, table, [(n,) for n in range(max(found) - least + 1)])
+    for number, (task, events) in enumerate(zip(tasks, table, strict=True)):
+        assert fitted.events(number, task) == (events,)
+    if place.divisor == 1 and not place.modulus:
+        assert not fitted.listed
