@@ -41,8 +41,11 @@ _IDS = {
     "rope": {"t": 2},
     "attention": {"s": 4},
     "kv_append": {"t": 1, "s": 2},
+    "route": {"g": 0},
 }
-"""By the axis of what they look up, if there is one: the operand that holds them."""
+"""By the axis of what they look up, if there is one: the operand that holds them. Not where a
+further operand says how many rows count: what others hold is nobody's.
+"""
 
 
 def embedding(name: str, ids: Tensor, table: Tensor) -> Built:
@@ -121,7 +124,8 @@ def bounded_inputs(program: Program) -> dict[str, int]:
     source = {tensor.name: tensor.name for tensor in program.with_role("input")}
     made = {tensor.name for tensor in program.tensors if tensor.role in ("input", "weight")}
     for op in program.ops:
-        for axis, operand in _IDS.get(op.kind, {}).items():
+        counts = kind_of(op).counts_rows and len(op.reads) > 1
+        for axis, operand in ({} if counts else _IDS.get(op.kind, {})).items():
             name = source.get(op.reads[operand].tensor) if axis in op.extents else None
             if name:
                 extent = op.extents[axis]
