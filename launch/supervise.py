@@ -91,7 +91,7 @@ def _follow(team: RunningRanks, job: Job) -> Generator[Event]:
                 case _:
                     pass
         if failures:
-            raise (yield from _find_root_cause(team, failures, job.num_ranks))
+            raise (yield from _find_root_cause(team, failures, states))
     team.finish()
     yield Result(value=pickle.loads(result))
 
@@ -107,12 +107,14 @@ def _failures(reports: Sequence[Report]) -> list[Failed | Died]:
 
 
 def _find_root_cause(
-    team: RunningRanks, first: Sequence[Failed | Died], num_ranks: int
+    team: RunningRanks, first: Sequence[Failed | Died], states: Mapping[int, str]
 ) -> Generator[Event, None, DistmegaError]:
     """Yield what was emitted before the failures; return the error for the one that caused the
-    others: a death before an own mistake, that before a stopped rank, then a rank that waits in
-    vain, then a lost peer. Of ranks that wait for each other, all are told of.
+    others: a death before an own mistake, that before a stopped rank, then one that had returned,
+    then a rank that waits in vain, then a lost peer. Of ranks that wait for each other, all are
+    told of.
     """
+    num_ranks = len(states)
     failures = list(first)
     stopped: Sequence[int] = ()
     heard_s = time.monotonic()
@@ -140,6 +142,12 @@ def _find_root_cause(
             f"rank {names} of {num_ranks} is stopped by a signal: {found}",
             expected="every rank to run until its target returns",
             remedy="look for what stopped its process, and start the job again",
+        )
+    if returned := [str(rank) for rank, state in states.items() if state == "done"]:
+        return type(error)(
+            f"rank {', '.join(returned)} of {num_ranks} had returned: {found}",
+            expected="every rank to make the same calls until its target returns",
+            remedy="look for what that rank left out",
         )
     return type(error)(found, expected=error.expected, remedy=error.remedy)
 
@@ -188,7 +196,7 @@ def _explain_silence(
     reports = team.ask_positions()
     yield from _emit_values(reports)
     if failures := _failures(reports):
-        return (yield from _find_root_cause(team, failures, len(states)))
+        return (yield from _find_root_cause(team, failures, states))
     positions = {report.rank: report.where for report in reports if isinstance(report, Position)}
     stopped = team.find_stopped()
     unknown = "an unknown place: it does not answer"

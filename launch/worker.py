@@ -24,7 +24,13 @@ import torch.distributed as dist
 
 from distmega.engine.ranks.context import DeviceKind, RankContext
 from distmega.env import read_settings
-from distmega.errors import DistmegaError, LaunchError, LostPeerError, RequestError
+from distmega.errors import (
+    DistmegaError,
+    LaunchError,
+    LostPeerError,
+    RankFailure,
+    RequestError,
+)
 from distmega.hostir.run.cuda_graph import release_graphs
 from distmega.launch.contract import Job, load_function
 from distmega.launch.host.devices import allow_sharing, gpu_of
@@ -64,7 +70,7 @@ class RankRun:
         rank = self._context.rank
         try:
             value = self._call_target(report)
-            data = pickle.dumps(value) if rank == 0 else b""
+            data = self._pickled(value, "result") if rank == 0 else b""
         except BaseException as error:  # whatever ends the target must reach the launcher
             logger.debug("failed", exc_info=error)
             report(_describe_failure(rank, error))
@@ -96,6 +102,18 @@ class RankRun:
             return "not in the target"
         return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
+    def _pickled(self, value: object, what: str) -> bytes:
+        try:
+            return pickle.dumps(value)
+        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+            raise RankFailure(
+                f"rank {self._context.rank} of {self._context.world_size} raised"
+                f" {type(error).__name__}: its {what} of type {type(value).__name__} can't be"
+                f" pickled ({error})",
+                expected="what can be sent to the launcher",
+                remedy="give plain values, arrays, or tensors of a CPU",
+            ) from error
+
     def _call_target(self, report: Callable[[Report], None]) -> object:
         function = load_function(self._job.target)
         payload = _read_payload(self._job.payload)
@@ -105,7 +123,7 @@ class RankRun:
 
         def emit(value: object) -> None:
             if self._context.rank == 0:
-                report(Value(rank=0, data=pickle.dumps(value)))
+                report(Value(rank=0, data=self._pickled(value, "emitted value")))
 
         return function(self._context, payload, emit)
 

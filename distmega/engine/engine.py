@@ -509,9 +509,9 @@ class Engine(OwnProcess):
             sampled = {name: x[slot : slot + 1] for name, x in self._sample_inputs.items()}
             return {**self._given, **sampled, **self._slots[slot]}
 
-        for slot in prompts:  # whatever happens meanwhile, what it was has ended
-            self._num_cached[slot] = 0
         with self._in_step:
+            for slot in prompts:  # whatever happens meanwhile, what it was has ended
+                self._num_cached[slot] = 0
             try:
                 found, scores = self._prefills.run(prompts, logits, self._given, slot_tensors)
             except RequestError as error:  # an op's, of numbers that are none

@@ -70,6 +70,9 @@ class Handle:
     def __truediv__(self, other: "Handle | float") -> "Handle":
         return self._binary("a0 / {}", other)
 
+    def __neg__(self) -> "Handle":
+        return self.map("-a0")
+
     def __radd__(self, other: float) -> "Handle":
         return self._binary("{} + a0", other)
 

@@ -29,7 +29,10 @@ OPTIONS = ("mesh", "annotations")
 
 
 def compile_graph(
-    graph: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., tuple[Any, ...]]:
     """The graph as a program on this rank. options: mesh, of all ranks of the job (by default one
     rank), and annotations by patterns of parameter names.
@@ -37,8 +40,15 @@ def compile_graph(
     Each combination of input shapes is captured when it first comes, and again where parameters
     have other values then. Left to torch are graphs that overwrite a parameter, and calls with
     inputs or parameters in the same memory of which the graph overwrites one. CaptureError for
-    other options, a mesh without a process group, and gradients.
+    other options, a mode, which is for torch's own compiler, a mesh without a process group, and
+    gradients.
     """
+    if mode is not None:
+        raise CaptureError(
+            f"mode {shown(mode)} of torch.compile",
+            expected="none: modes are of torch's own compiler",
+            remedy="leave it out",
+        )
     if options is not None:
         expected = "mesh and annotations by name"
         require_type("options", options, Mapping, expected, "give a dict", error=CaptureError)

@@ -162,9 +162,10 @@ class CapturedModule(OwnProcess):
         flat, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.captured.in_spec:
             raise CaptureError(
-                f"arguments {_described(flat)}",
-                expected=f"arguments like those at capture: {_wanted(self.captured)}",
-                remedy="give as many, under the same names",
+                f"arguments {_called(map(_word, flat), spec)}",
+                expected="arguments like those at capture: "
+                + _called(_wanted(self.captured), self.captured.in_spec),
+                remedy="give as many, under the same names, and by place where those are",
             )
         step = self._step(flat, args, kwargs)
         graph = step.captured.graph
@@ -236,7 +237,8 @@ class CapturedModule(OwnProcess):
         if not self.captured.dynamic:
             raise CaptureError(
                 f"inputs {_described(flat)}",
-                expected=f"inputs like those at capture: {_wanted(self.captured)}",
+                expected="inputs like those at capture: "
+                + (", ".join(_wanted(self.captured)) or "none"),
                 remedy="capture with dynamic=True, or give tensors of these shapes and types, and "
                 "all else as it was",
             )
@@ -459,17 +461,33 @@ def _shape(x: Tensor) -> tuple[int, ...]:
         ) from error
 
 
-def _described(values: Sequence[object]) -> str:
-    words = (
-        f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-        if isinstance(x, Tensor)
-        else shown(x)
-        for x in values
-    )
-    return ", ".join(words) or "none"
+def _described(values: Iterable[object]) -> str:
+    return ", ".join(map(_word, values)) or "none"
 
 
-def _wanted(captured: Captured) -> str:
-    inputs = [f"{x.name} {x.dtype}{list(x.shape)}" for x in captured.program.with_role("input")]
-    others = [str(text) for kind, text in captured.signature if isinstance(kind, type)]
-    return ", ".join([*inputs, *others]) or "none"
+def _word(x: object) -> str:
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+    return shown(x)
+
+
+class _Word(str):
+    """Printed as it is, also inside of lists."""
+
+    __repr__ = str.__str__
+
+
+def _called(words: Iterable[str], spec: pytree.TreeSpec) -> str:
+    """How a call with these arguments, one a leaf of spec, is written."""
+    args, kwargs = pytree.tree_unflatten([*map(_Word, words)], spec)
+    named = (f"{name}={value}" for name, value in kwargs.items())
+    return ", ".join([*map(str, args), *named]) or "none"
+
+
+def _wanted(captured: Captured) -> list[str]:
+    """The arguments at capture, one a leaf of their tree."""
+    named = captured.program.tensor_map()
+    return [
+        str(text) if name is None else f"{name} {named[name].dtype}{list(named[name].shape)}"
+        for name, (_, text) in zip(captured.graph.inputs, captured.signature, strict=True)
+    ]

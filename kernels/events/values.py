@@ -34,11 +34,11 @@ class EventCoordinate:
         """The place of a task."""
         if self.values:
             return self.values[task[self.terms[0][0]]]
-        place = self.offset
+        position = self.offset
         for dim, scale in self.terms:
-            place += scale * task[dim]
-        place //= self.divisor
-        return place % self.modulus if self.modulus else place
+            position += scale * task[dim]
+        position //= self.divisor
+        return position % self.modulus if self.modulus else position
 
     @property
     def only_dim(self) -> int:

@@ -134,8 +134,9 @@ def test_a_frozen_rank_is_told_from_one_that_answers():
 
 @FORKED
 def test_a_result_that_cannot_be_pickled_is_the_ranks_failure():
-    with pytest.raises(RankFailure, match=r"rank 0 of 1 raised .*pickle"):
+    with pytest.raises(RankFailure, match=r"rank 0 of 1 raised .*pickle") as raised:
         start("return_function", None, num_ranks=1)
+    assert "its result of type function can't be pickled" in raised.value.found
 
 
 @pytest.mark.parametrize(

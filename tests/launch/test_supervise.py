@@ -135,6 +135,15 @@ def test_a_stopped_rank_is_named_as_soon_as_another_waited_in_vain(monkeypatch):
         assert team.now_s < 1.0
 
 
+def test_a_rank_that_returned_is_named_where_another_waited_in_vain(monkeypatch):
+    for error in (hang(0, 1), LostPeerError("rank 0 lost", expected="all", remedy="look")):
+        is_lost = isinstance(error, LostPeerError)
+        batches = [READY, [Done(rank=1, data=b"")], [failed(0, error, lost_peer=is_lost)]]
+        found = error_of(PlayedTeam(batches), monkeypatch)
+        assert type(found) is type(error)
+        assert found.found == f"rank 1 of 4 had returned: {error.found}"
+
+
 def test_values_emitted_before_a_death_come_out_before_its_error(monkeypatch: pytest.MonkeyPatch):
     """News of a death can overtake them on their way."""
     value, dead = Value(rank=0, data=DONE), Died(rank=1, how=KILLED)

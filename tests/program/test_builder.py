@@ -39,6 +39,7 @@ def test_operators_are_pointwise_expressions():
         "(1.0 - a0)",
         "(1.0 / a0)",
     ]
+    assert p.build(-x).ops[-1].attr("expr") == "neg(a0)"
     with pytest.raises(TypeError, match="unsupported operand"):
         x + "y"  # type: ignore[operator]
 

@@ -132,6 +132,13 @@ def test_wrong_options_are_refused(options: dict[str, object], message: str):
         compiled(torch.randn(3, 4))
 
 
+@torch.no_grad()
+def test_a_mode_is_refused():
+    compiled = torch.compile(Model(), backend=backend.compile_graph, mode="reduce-overhead")
+    with pytest.raises(Exception, match=r"mode 'reduce-overhead' of torch\.compile; expected none"):
+        compiled(torch.randn(3, 4))
+
+
 def test_gradients_are_refused():
     compiled = torch.compile(Model(), backend=backend.compile_graph)
     with pytest.raises(CaptureError, match="records gradients; expected inference"):

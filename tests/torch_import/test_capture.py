@@ -475,6 +475,17 @@ class Named(nn.Module):
         return pair["a"] * more["c"] - pair["b"] * more["d"]
 
 
+def test_an_error_says_which_arguments_are_named():
+    x = torch.randn(2)
+    (plain,) = open_ranks(distmega.capture(Scaled(), (x,)), 1)
+    with pytest.raises(CaptureError, match=r"^arguments x=float32\[2\]; .*: x f32\[2\]; give"):
+        plain(x=x)
+    (named,) = open_ranks(distmega.capture(Scaled(), (x,), {"by": 2.0}), 1)
+    assert_close(named(x, by=2.0), 2 * x)
+    with pytest.raises(CaptureError, match=r"^arguments float32\[2\], 2.0; .*\], by=2.0; give"):
+        named(x, 2.0)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_named_arguments_come_in_any_order(dynamic: bool):
     a, b, c, d = (torch.randn(3) for _ in range(4))

@@ -90,7 +90,8 @@ def topk(name: str, x: Tensor, num_top: int) -> Built:
     if x.dtype == "bool":
         raise bad_op(name, f"{x.name!r} of dtype bool", "numbers", "convert it, or take argmax")
     if not x.shape or not 1 <= num_top <= x.shape[-1]:
-        raise bad_op(name, f"the {num_top} largest of rows of {x.shape}", "at most a row of x")
+        found = f"the {num_top} largest of rows of {x.shape}"
+        raise bad_op(name, found, "from 1 to the elements of a row of x")
     rows = axis_names("m", len(x.shape) - 1)
     axes = [Axis(name=n, extent=e) for n, e in zip(rows, x.shape[:-1], strict=True)]
     axes.append(Axis(name="u", extent=x.shape[-1], role="reduce"))
