@@ -9,7 +9,7 @@ collectives fail too, often before the death is seen.
 import logging
 import pickle
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from distmega.errors import DistmegaError, HangError, RankFailure
@@ -107,7 +107,7 @@ def _failures(reports: Sequence[Report]) -> list[Failed | Died]:
 
 
 def _find_root_cause(
-    team: RunningRanks, first: Sequence[Failed | Died], states: Mapping[int, str]
+    team: RunningRanks, first: Sequence[Failed | Died], states: dict[int, str]
 ) -> Generator[Event, None, DistmegaError]:
     """Yield what was emitted before the failures; return the error for the one that caused the
     others: a death before an own mistake, that before a stopped rank, then one that had returned,
@@ -130,6 +130,7 @@ def _find_root_cause(
             heard_s = time.monotonic()
         yield from _emit_values(reports)
         failures += _failures(reports)
+        states |= {report.rank: "done" for report in reports if isinstance(report, Done)}
     cause = min(failures, key=_distance)
     error = describe_failure(cause, num_ranks)
     if _distance(cause) <= OWN or not isinstance(error, HangError | RankFailure):
@@ -144,11 +145,7 @@ def _find_root_cause(
             remedy="look for what stopped its process, and start the job again",
         )
     if returned := [str(rank) for rank, state in states.items() if state == "done"]:
-        return type(error)(
-            f"rank {', '.join(returned)} of {num_ranks} had returned: {found}",
-            expected="every rank to make the same calls until its target returns",
-            remedy="look for what that rank left out",
-        )
+        found = f"rank {', '.join(returned)} of {num_ranks} had returned: {found}"
     return type(error)(found, expected=error.expected, remedy=error.remedy)
 
 
@@ -188,7 +185,7 @@ def describe_failure(report: Failed | Died, num_ranks: int) -> DistmegaError:
 
 
 def _explain_silence(
-    team: RunningRanks, states: Mapping[int, str], limit_s: float
+    team: RunningRanks, states: dict[int, str], limit_s: float
 ) -> Generator[Event, None, DistmegaError]:
     """Return the error for ranks of which nothing is heard; a failure that comes while they are
     asked where they stand explains it better, and a value that comes then is yielded.

@@ -43,6 +43,7 @@ from distmega.engine.weight_loading import (
 )
 from distmega.errors import (
     ModelError,
+    NotANumberError,
     RequestError,
     argument,
     counted,
@@ -455,7 +456,7 @@ class Engine(OwnProcess):
         with self._in_step, self._unchanged(num):
             try:
                 outputs = self._decode.runner.run(given)
-            except RequestError as error:  # an op's, of numbers that are none
+            except NotANumberError as error:
                 raise self._end_unsound(error.found) from error
             self._require_sound(outputs, num)
         self._grow(num, 1)
@@ -514,7 +515,7 @@ class Engine(OwnProcess):
                 self._num_cached[slot] = 0
             try:
                 found, scores = self._prefills.run(prompts, logits, self._given, slot_tensors)
-            except RequestError as error:  # an op's, of numbers that are none
+            except NotANumberError as error:
                 raise self._end_unsound(error.found) from error
             if self.decode_plan.staged.stage.num_stages > 1 and self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()

@@ -129,6 +129,7 @@ class OpKind:
     scales_elements: a norm that then multiplies by a weight an element, so that its factor may move
         behind a contraction, and a sum before it into the same kernel.
     chooses_token: or finds what one is chosen from.
+    picks_elements: of a row, one for each position of its axis `c`.
     calls_torch: an operator of torch that programs have no kind for.
     mixes_values: by a softmax of scores; operands 1 and 2 are keys and values.
     rotates: pairs of elements of a row by the angles of its position.
@@ -176,6 +177,7 @@ class OpKind:
     statistics: Literal["", "rms", "layer", "softmax"] = ""
     scales_elements: bool = False
     chooses_token: bool = False
+    picks_elements: bool = False
     calls_torch: bool = False
     mixes_values: bool = False
     rotates: bool = False

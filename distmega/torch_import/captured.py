@@ -162,7 +162,7 @@ class CapturedModule(OwnProcess):
         flat, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.captured.in_spec:
             raise CaptureError(
-                f"arguments {_called(map(_word, flat), spec)}",
+                f"arguments {_called([*map(_word, flat)], spec)}",
                 expected="arguments like those at capture: "
                 + _called(_wanted(self.captured), self.captured.in_spec),
                 remedy="give as many, under the same names, and by place where those are",
@@ -477,9 +477,12 @@ class _Word(str):
     __repr__ = str.__str__
 
 
-def _called(words: Iterable[str], spec: pytree.TreeSpec) -> str:
+def _called(words: Sequence[str], spec: pytree.TreeSpec) -> str:
     """How a call with these arguments, one a leaf of spec, is written."""
-    args, kwargs = pytree.tree_unflatten([*map(_Word, words)], spec)
+    try:
+        args, kwargs = pytree.tree_unflatten([*map(_Word, words)], spec)
+    except Exception:  # by a class of the caller's, of words in place of its tensors
+        return ", ".join(words) or "none"
     named = (f"{name}={value}" for name, value in kwargs.items())
     return ", ".join([*map(str, args), *named]) or "none"
 
@@ -487,7 +490,12 @@ def _called(words: Iterable[str], spec: pytree.TreeSpec) -> str:
 def _wanted(captured: Captured) -> list[str]:
     """The arguments at capture, one a leaf of their tree."""
     named = captured.program.tensor_map()
-    return [
-        str(text) if name is None else f"{name} {named[name].dtype}{list(named[name].shape)}"
-        for name, (_, text) in zip(captured.graph.inputs, captured.signature, strict=True)
-    ]
+    words = []
+    for name, (kind, text) in zip(captured.graph.inputs, captured.signature, strict=True):
+        if name is not None:
+            words.append(f"{name} {named[name].dtype}{list(named[name].shape)}")
+        elif isinstance(kind, tuple):  # a tensor that nothing is read of
+            words.append(f"{str(text).removeprefix('torch.')}{list(kind)}")
+        else:
+            words.append(str(text))
+    return words

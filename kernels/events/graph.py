@@ -260,7 +260,7 @@ class EventGraph:
         for name in self._group_limits.keys() & {*known.starts}:
             bounds, rows = known.bounds(name), known.rows(name)
             groups, most_rows, stop = self._group_limits[name]
-            fits = len(rows) == groups and min(rows) >= 0 and max(rows) <= most_rows
+            fits = len(rows) == groups and all(0 <= num <= most_rows for num in rows)
             if not fits or bounds[0] < 0 or bounds[-1] > stop:
                 raise ProgramError(
                     f"starts {name!r} {bounds}",

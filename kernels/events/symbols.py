@@ -85,7 +85,7 @@ def _refuse_sums(program: Program, found: AxisSymbols, dims: Mapping[tuple[str, 
                 raise ProgramError(
                     f"op {op.name!r} of all of axis {name!r}, in which symbol {symbol!r} ends",
                     expected="a dim that is one axis, so that the symbol is its extent",
-                    remedy="take the dims apart",
+                    remedy="take the dims apart, or sum before what cuts or joins them",
                 )
         carried = cut | known
         for write in op.writes:

@@ -265,12 +265,15 @@ def _parse_coordinate(line: str, text: str) -> EventCoordinate:
     scales: dict[int, int] = {}
     for sign, dim, scale in _TERM.findall(terms):
         scales[int(dim)] = scales.get(int(dim), 0) + int(f"{sign}1") * int(scale or 1)
-    return EventCoordinate(
+    found = EventCoordinate(
         terms=tuple(sorted((dim, scale) for dim, scale in scales.items() if scale)),
         offset=int(offset or 0),
         divisor=int(divisor or 1),
         modulus=int(modulus or 0),
     )
+    if found.terms or found.divisor < 1:
+        return found
+    return EventCoordinate(offset=found.at(()))
 
 
 def _unreadable(line: str) -> ParseError:

@@ -5,6 +5,7 @@ Place says where along one event dim a task is, from its coordinates. A Guard sa
 tasks run, from what is known only at run time (RunTime). Next: analyse.py.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -67,6 +68,11 @@ class EventMap:
             positions = range(first.at(task), last.at(task) + 1)
             found = [(*event, position) for event in found for position in positions]
         return tuple(found)
+
+    def num_events(self, task: Coordinates) -> int:
+        """How many `events` gives, without making them; 0 of a list."""
+        ends = zip(self.first, self.last, strict=True)
+        return math.prod(max(0, b.at(task) - a.at(task) + 1) for a, b in ends) * (not self.listed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -192,6 +192,8 @@ def _count_triggers(graph: EventGraph, event: EventTensor) -> dict[Coordinates, 
     shape = tuple(extent.most for extent in event.extents)
     found = dict.fromkeys(grid_coordinates(shape), 0)
     for number, task in enumerate(graph.coordinates[event.producer]):
+        if event.notify.num_events(task) > len(found):
+            raise _broken(event, f"task {number} signals more", f"events of {shape}")
         for position in event.notify.events(number, task):
             if position not in found:
                 raise _broken(event, f"task {number} signals {position}", f"events of {shape}")
@@ -228,6 +230,9 @@ def _verify_waits(
             what = f"triggers of {event.sources} of {counted(event.ranks, 'rank')} for {consumer!r}"
             raise _broken(event, what, f"{source} of {ranks}")
         for number, task in enumerate(graph.coordinates[consumer]):
+            if positions.num_events(task) > len(triggers):
+                what = f"task {number} of {consumer!r} waits for more"
+                raise _broken(event, what, f"the {len(triggers)} events that there are")
             for position in positions.events(number, task):
                 if not triggers.get(position, 0):
                     what = f"task {number} of {consumer!r} waits for {position}"
@@ -251,6 +256,8 @@ def _verify_map(event: EventTensor, positions: EventMap, grid: TaskGrid) -> None
     for position in (*positions.first, *positions.last):
         dims = [dim for dim, _ in position.terms]
         fits = dims == sorted({*dims} & {*range(len(grid.dims))})
+        if not dims and (position.divisor != 1 or position.modulus):
+            raise _broken(event, f"{position} of {grid.op!r}", "an offset alone")
         if not fits or position.divisor < 1 or position.modulus < 0:
             raise _broken(
                 event, f"{position} of {grid.op!r}", f"one of {counted(len(grid.dims), 'dim')}"

@@ -114,6 +114,24 @@ def test_scores_of_experts_that_are_none_end_all_sequences():
     assert list(engine.generate_all(prompts, 6)) == expected
 
 
+def test_a_prompt_that_finds_no_memory_leaves_other_sequences(monkeypatch: pytest.MonkeyPatch):
+    engine = open_tiny(batch=2)
+    tokens = engine.prefill_all([PROMPT, (9, 8)])
+    expected = engine.decode_step(tokens)["next"].tolist()
+    engine.prefill_all([PROMPT, (9, 8)])
+    problem = RequestError("2 GB for temps", expected="1 GB", remedy="use fewer tokens")
+
+    def refuse(*_: object) -> None:
+        raise problem
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._prefills, "_open", refuse)
+        with pytest.raises(RequestError, match="2 GB for temps") as raised:
+            engine.prefill([4, 4, 4, 4], 1)
+    assert raised.value is problem
+    assert engine.decode_step(tokens[:1])["next"].tolist()[:1] == expected[:1]
+
+
 def test_a_prompt_that_is_interrupted_leaves_no_sequence(monkeypatch: pytest.MonkeyPatch):
     engine = open_tiny(batch=2)
     tokens = engine.prefill_all([PROMPT, (9, 8)])

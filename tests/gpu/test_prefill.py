@@ -9,6 +9,7 @@ from distmega.engine import prefill
 from distmega.hostir.library import ops as library
 from distmega.hostir.library.heads import Heads, MoveHeads
 from distmega.hostir.library.heads import move_heads as move_by_torch
+from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.kernels.library.heads import append, move_heads, rotate
 from distmega.kernels.library.packed_attention import (
     STAGES,
@@ -199,6 +200,35 @@ def test_a_prompt_gives_the_same_token_in_a_graph():
         one.prefill(prompts[0])
     steps = [one.decode_step([7])["logits"].clone() for one in (engine, reopened)]
     assert torch.equal(steps[0], steps[1])
+
+
+def test_a_pass_behind_the_one_that_captures_waits_for_its_rows(monkeypatch: pytest.MonkeyPatch):
+    """The GPU begins the first replay late: by then the rows of the next pass must not be there."""
+    given = {"max_context": 2048, "max_batched_tokens": 64}
+    prompt = torch.randint(0, 49152, (640,), generator=torch.Generator().manual_seed(0)).tolist()
+    engine, other = (open_engine("smollm2-135m", **given) for _ in range(2))
+    for each in (engine, other):
+        each.prefill(prompt[:64])
+    run = CapturedHost.run
+
+    def run_late(self: CapturedHost, *inputs: object) -> object:
+        torch.cuda._sleep(100_000_000)  # some 50 ms
+        return run(self, *inputs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CapturedHost, "run", run_late)
+        token = engine.prefill(prompt)
+    run_pass = prefill.Prefills._run_pass
+
+    def run_alone(self: prefill.Prefills, *inputs: object) -> object:
+        outputs = run_pass(self, *inputs)  # type: ignore[arg-type]
+        torch.cuda.synchronize()
+        return outputs
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prefill.Prefills, "_run_pass", run_alone)
+        assert other.prefill(prompt) == token
+    assert torch.equal(engine._arenas.states, other._arenas.states)
 
 
 @pytest.mark.parametrize("way", ["mapped", "copied", "refused"])

@@ -196,4 +196,12 @@ define(
     )
 )
 define(OpKind(name="gather", in_megakernel=True, attrs={"dim": COUNT}, reference=_gather_reference))
-define(OpKind(name="topk", in_megakernel=True, flops=one_a_point, reference=_topk_reference))
+define(
+    OpKind(
+        name="topk",
+        in_megakernel=True,
+        picks_elements=True,
+        flops=one_a_point,
+        reference=_topk_reference,
+    )
+)

@@ -240,7 +240,15 @@ define(
         reference=_argmax_reference,
     )
 )
-define(OpKind(name="top", in_megakernel=True, chooses_token=True, reference=_top_reference))
+define(
+    OpKind(
+        name="top",
+        in_megakernel=True,
+        chooses_token=True,
+        picks_elements=True,
+        reference=_top_reference,
+    )
+)
 define(
     OpKind(
         name="cutoff",

@@ -180,16 +180,12 @@ class TileReference:
 
 
 def _least_in_use(op: Op, axis: str) -> int:
-    """Elements along an axis without which an op has no result: those that it chooses."""
-    if op.axis(axis).role != "reduce" or kind_of(op).counts_rows:
+    """Elements along an axis without which an op has no result: those that it picks."""
+    if op.axis(axis).role != "reduce":
         return 0
-    read = {name for access in op.reads for index in access.dims for name in index.axes}
-    chosen = [
-        each.extent
-        for each in op.axes
-        if each.role == "scatter" and not each.lookup and each.name not in read
-    ]
-    return max(chosen, default=int(op.axis(axis).combine in ("max", "min", "argmax")))
+    if kind_of(op).picks_elements:
+        return op.extents["c"]
+    return int(op.axis(axis).combine in ("max", "min", "argmax"))
 
 
 def _shared_rows(graph: EventGraph) -> set[str]:

@@ -173,6 +173,7 @@ def test_maps_are_affine_in_all_coordinates(event: str, triggers: int):
         ("(d0)/0", VerifyError),
         ("d0+d2", VerifyError),
         ("d0*4+d1-1", VerifyError),
+        ("d0..d0+99999999999", VerifyError),
     ],
 )
 def test_places_that_are_none_are_named(place: str, error: type[Exception]):
@@ -180,6 +181,17 @@ def test_places_that_are_none_are_named(place: str, error: type[Exception]):
     event = f"  event E[16] own from P({place}) count 1 to C(d0*4+d1)\n"
     with pytest.raises(error):
         parse_events(f"events grid\n{tasks}{event}", grid_chain(4))
+
+
+def test_coordinates_that_cancel_leave_an_offset():
+    tasks = "  tasks P(i0:4/1, i1:4/1)\n  tasks C(i0:4/1, i1:4/1)\n"
+    event = "  event E[2] own from P((d0-d0+3)/2) count [0, 16] to C({})\n"
+    text = f"events grid\n{tasks}{event}"
+    with pytest.raises(VerifyError, match=r"waits for \(9,\)"):
+        parse_events(text.format("d1*2-d1*2+9"), grid_chain(4))
+    graph = parse_events(text.format("(d1*2-d1*2+6)/4%2"), grid_chain(4))
+    assert "from P(#1) count [0, 16] to C(#1)" in print_events(graph)
+    assert parse_events(print_events(graph), grid_chain(4)) == graph
 
 
 @pytest.mark.parametrize("counter", [16, 1 << 32])

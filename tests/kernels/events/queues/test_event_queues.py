@@ -393,6 +393,24 @@ def test_what_is_chosen_among_fewer_is_refused(choose, least: int):
         run_queues(queues, given, symbols={"E": least - 1})
 
 
+def test_an_op_of_torch_along_a_symbol_is_no_choice():
+    p = ProgramBuilder("padded")
+    x = p.input("x", (6, 4))
+    program = p.build(
+        *p.opaque(
+            "aten.constant_pad_nd.default",
+            '[[{"tensor": 0}, [0, 3], 0.0], {}, [0]]',
+            [x],
+            [((6, 7), "f32")],
+            name="padded",
+        )
+    )
+    queues = make_queues(analyse_events(program, {}, symbols={"B": ("x", 0)}), 2)
+    given = {"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(0))}
+    launch = run_queues(queues, given, symbols={"B": 6})
+    assert torch.equal(launch.tensors["padded"][:, :4], given["x"])
+
+
 def test_a_program_of_views_has_ended_before_it_starts():
     p = ProgramBuilder("views")
     program = p.build(p.transpose(p.input("x", (4, 3)), (1, 0), view=True, name="y"))
