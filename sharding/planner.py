@@ -396,10 +396,18 @@ def plan_program(
     _check_limit(memory_limit_bytes)
     require_switch("spreads", spreads, error=PlanError)
     start = time.perf_counter()
-    found: list[Plan] = []
+    plans: list[Plan] = []
     for each in _forms(program, mesh, machine, annotations or {}):
         planner = _Planner(each, mesh, machine, annotations or {}, overlap, spreads=spreads)
-        found.append(_fitting_plan(planner, memory_limit_bytes))
+        plans.append(_fitting_plan(planner, memory_limit_bytes))
+    found = [plan for plan in plans if _fits(plan, memory_limit_bytes)]
+    if not found:
+        raise PlanError(
+            f"program {program.name!r} needs"
+            f" {min(plan.memory.total_bytes for plan in plans)} bytes per rank on {mesh}",
+            expected=f"at most {memory_limit_bytes} bytes per rank",
+            remedy="use more ranks, a shorter context or a smaller model",
+        )
     least_us = min(plan.time_us for plan in found)
     plan = next(plan for plan in reversed(found) if plan.time_us <= (1 + SLACK) * least_us)
     took = 1000 * (time.perf_counter() - start)
@@ -427,21 +435,20 @@ def _ops_us(program: Program, other: Program | None, machine: Machine) -> float:
 
 
 def _fitting_plan(planner: _Planner, memory_limit_bytes: int | None) -> Plan:
-    """The plan of the lowest price of residency that keeps a memory limit."""
+    """The plan of the lowest price of residency that keeps a memory limit, or the smallest one."""
     smallest: Plan | None = None
     for factor in RESIDENCY_FACTORS:
         plan = planner.plan(factor, {})
-        if memory_limit_bytes is None or plan.memory.total_bytes <= memory_limit_bytes:
+        if _fits(plan, memory_limit_bytes):
             return plan
         if smallest is None or plan.memory.total_bytes < smallest.memory.total_bytes:
             smallest = plan
     assert smallest is not None
-    raise PlanError(
-        f"program {planner.program.name!r} needs {smallest.memory.total_bytes} bytes per rank"
-        f" on {planner.mesh}",
-        expected=f"at most {memory_limit_bytes} bytes per rank",
-        remedy="use more ranks, a shorter context or a smaller model",
-    )
+    return smallest
+
+
+def _fits(plan: Plan, memory_limit_bytes: int | None) -> bool:
+    return memory_limit_bytes is None or plan.memory.total_bytes <= memory_limit_bytes
 
 
 def _check_limit(memory_limit_bytes: object) -> None:
