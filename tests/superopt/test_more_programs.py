@@ -2,15 +2,19 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from distmega.errors import ProgramError
 from distmega.kernels.machines import H200
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
+from distmega.superopt.graph.interpret import run_graph
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.optimize import Optimizer
+from distmega.superopt.proof.rounding import Rounded
 from distmega.superopt.rewrite import fuse_graphs, graph_program
 from distmega.superopt.search.schedule import SearchLimits
 from tests.superopt.test_rules import inputs_of, run
@@ -186,3 +190,47 @@ def test_more_ops_are_tried_where_all_graphs_overflow():
         pass
     assert optimizer.rules
     assert any("overflows" in refusal.reason for refusal in optimizer.refused)
+
+
+def softmax_of_scores() -> Program:
+    p = ProgramBuilder("softmax_of_scores")
+    scores = p.softmax(p.input("s", (8, 256), "f32"))
+    return p.build(p.linear(scores, p.weight("v", (16, 256), "f32")))
+
+
+def masked_attention() -> Program:
+    p = ProgramBuilder("masked_attention")
+    q = p.input("q", (2, 64, 16), "f32")
+    k, v = (p.input(name, (2, 256, 16), "f32") for name in "kv")
+    products = p.linear(q, k, spec="h m d, h t d -> h m t")
+    scores = products.map("a0*0.25+a1", p.input("mask", (64, 256), "f32"))
+    return p.build(p.linear(p.softmax(scores), v, spec="h m t, h t e -> h m e"))
+
+
+@pytest.mark.parametrize(
+    ("make", "changed"),
+    [
+        (softmax_of_scores, {"s": np.full((8, 256), 100.0)}),
+        (masked_attention, {"mask": np.triu(np.full((64, 256), -np.inf), 193)}),
+    ],
+)
+def test_rules_stay_finite_where_the_program_does(
+    make: Callable[[], Program], changed: dict[str, NDArray[np.float64]]
+):
+    """Scores of 100 that come in as they are; a mask that hides whole parts of the keys."""
+    program = make()
+    rng = np.random.default_rng(0)
+    given = {t.name: rng.standard_normal(t.shape) for t in program.tensors if t.role != "temp"}
+    planes = {
+        name: (x.astype(np.float32)[None], np.zeros((1, *x.shape)))
+        for name, x in (given | changed).items()
+    }
+    optimizer = Optimizer(program, H200, SearchLimits())
+    for _ in optimizer.run():
+        pass
+    assert optimizer.rules
+    assert any("overflows" in refusal.reason for refusal in optimizer.refused)
+    for rule in optimizer.rules:
+        with np.errstate(all="ignore"):
+            found = run_graph(parse_graph(rule.graph), planes, Rounded())
+        assert np.isfinite(found[program.outputs[0]][0]).all(), rule.graph

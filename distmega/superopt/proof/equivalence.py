@@ -4,8 +4,9 @@ Comes in: a Program and a UGraph. Goes out: a Proof, or VerifyError. First over 
 are run on the same random residues, at small extents in which every divided axis has two parts and
 every loop two iterations, as often as counting.py says. Then in half floats: the graph's results,
 as a GPU would round them, must be as near to the program's in float64 as the program's own rounding
-could bring its own, for inputs of several sizes, so that what is equal in exact arithmetic but
-overflows or cancels is refused. Knows nothing of the search and its laws.
+could bring its own, for inputs of several sizes, one of them large or masked by -inf, so that what
+is equal in exact arithmetic but overflows or cancels is refused. Knows nothing of the search and
+its laws.
 
 What carries over from small extents to the stated ones is by form: programs and graphs speak of
 axes alike along their whole extents. Constants, and what means divide by, are symbols, sampled like
@@ -54,6 +55,9 @@ FLOAT_PARTS = 4
 
 INPUT_SIZES = (1.0, 16.0, 2.0**-6)
 """Factors of normal inputs for the comparison in floats."""
+
+LARGE = 128.0
+"""The factor of one input beside others of 1: its exponentials overflow."""
 
 OFFSET = 4.0
 """Added to normal inputs in one more comparison: there differences of sums cancel."""
@@ -355,11 +359,18 @@ def _compare(
     graph = _float_graph(match)
     program = _small_program(match, graph)
     dtypes = {tensor.name: tensor.dtype for tensor in program.tensors}
+    shapes = _inputs(program, graph)
+    cases = [*((size, 0.0, "") for size in INPUT_SIZES), (1.0, OFFSET, "")]
+    cases += [(alone, 0.0, name) for name in shapes for alone in (LARGE, -math.inf)]
     compared, worst = 0, 0.0
-    for size, offset in (*((s, 0.0) for s in INPUT_SIZES), (1.0, OFFSET)):
+    for size, offset, alone in cases:
         values: dict[str, Array] = {}
-        for name, shape in _inputs(program, graph).items():
-            sampled = size * rng.standard_normal((1, *shape)) + offset
+        for name, shape in shapes.items():
+            sampled = rng.standard_normal((1, *shape))
+            if not alone or (name == alone and size == LARGE):
+                sampled = size * sampled + offset
+            elif name == alone:
+                sampled[..., shape[-1] // 2 :] = size
             values[name] = round_to(sampled.astype(np.float32), dtypes[name])
         wide: dict[str, Planes] = {n: (x.astype(np.float64),) for n, x in values.items()}
         halves: dict[str, Planes] = {n: (x, np.zeros(x.shape)) for n, x in values.items()}
