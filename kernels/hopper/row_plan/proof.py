@@ -20,6 +20,7 @@ Between launches a rank waits for its own SMs, never for peers. Next on the walk
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError
 from itertools import pairwise
 
 import numpy as np
@@ -40,8 +41,28 @@ PART = 64
 
 
 def find_hazard(queues: RowQueues) -> str:
-    """The first word that may be overwritten too early, or is waited for in vain; "" if none."""
-    return _Proof(shorten(queues)).run()
+    """The first word that may be overwritten too early, is waited for in vain or is none of the
+    kernel's; "" if none.
+    """
+    try:
+        queues = shorten(queues)
+        return _stray(queues) or _Proof(queues).run()
+    except CycleError:
+        return "SMs take the same ops in different orders"
+
+
+def _stray(queues: RowQueues) -> str:
+    """The first instruction that reads or writes words that the kernel hasn't."""
+    words = range(queues.num_words)
+    for sm, queue in enumerate(queues.queues):
+        for one in queue:
+            spans = [read.words for read in reads(one, queues)]
+            spans += [write.words for write in writes(one, queues, sm)]
+            for span in spans:
+                if span and (span[0] not in words or span[-1] not in words):
+                    known = f"{span.start} to {span.stop - 1} of {len(words)}"
+                    return f"{one.name!r} on SM {sm} has words {known}"
+    return ""
 
 
 def find_late_start(queues: RowQueues) -> str:

@@ -9,6 +9,7 @@ from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.plan.words import FROM_EMBEDDING, PAIRED, RowEmbed, RowLinear
 from distmega.kernels.hopper.row_plan import queues as builder
+from distmega.kernels.hopper.row_plan.accesses import reads
 from distmega.kernels.hopper.row_plan.periods import shorten
 from distmega.kernels.hopper.row_plan.proof import find_hazard
 from distmega.kernels.machines import H200
@@ -114,3 +115,17 @@ def test_ranks_of_an_embedding_know_nothing_of_each_other_by_it():
     mine = team_queues("smollm2-135m", 2)[0]
     assert any(isinstance(one, RowEmbed) for queue in mine.queues for one in queue)
     assert find_hazard(mine) == ""
+
+
+def test_words_that_there_are_none_of_and_ops_in_two_orders_are_found():
+    queues = queues_of_program(gated_mlp(layers=2))
+    first = queues.queues[0]
+    at = next(i for i, one in enumerate(first) if list(reads(one, queues)))
+    assert isinstance(first[at], RowLinear)
+    far = replace(first[at], src=queues.num_words + 16)
+    stray = replace(queues, queues=((*first[:at], far, *first[at + 1 :]), *queues.queues[1:]))
+    assert f"of {queues.num_words}" in find_hazard(stray)
+    turned = (*first[:at], first[at + 1], first[at], *first[at + 2 :])
+    assert first[at].name != first[at + 1].name
+    swapped = replace(queues, queues=(turned, *queues.queues[1:]))
+    assert find_hazard(swapped) == "SMs take the same ops in different orders"
