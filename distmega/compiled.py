@@ -216,7 +216,8 @@ class CompiledProgram(OwnProcess):
         weights and states are bound, so that later calls may leave them out. Others take their
         place, on all ranks in the same call, and the graph's, which is captured anew. inplace:
         outputs lie in the memory of the graph, until the next call of any compiled program on this
-        GPU. A state that is an output is the state itself.
+        GPU. A state or a weight that is an output is that tensor itself, and what is bound as an
+        input lies where it was bound: one that shares a state's memory changes with it.
 
         Raises ProgramError for a tensor that is missing or does not fit, and for states that are
         void; RequestError for ids on a CPU that a table has no row for, and in a fork; RankFailure
@@ -482,6 +483,12 @@ class CompiledProgram(OwnProcess):
         outputs = (evaluator or self._evaluator).run({**inputs, **self._bound})
         for name in self._shown.keys() & self._copied & self._bound.keys():
             outputs |= {out: outputs[out].clone() for out in self._shown[name]}
+        given = {x.untyped_storage().data_ptr() for x in inputs.values()}
+        outputs |= {
+            name: x.clone()
+            for name, x in outputs.items()
+            if x.untyped_storage().data_ptr() in given
+        }
         self._num_compilations += num_compiled() - before
         return outputs
 

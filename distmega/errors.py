@@ -107,10 +107,6 @@ class RequestError(DistmegaError, ValueError):
     """A prompt or an option is outside what the model or the machine allows."""
 
 
-class NotANumberError(RequestError):
-    """An op met NaN where it needs numbers: what it would choose means nothing."""
-
-
 class ChatTemplateError(ModelError, RequestError):
     """The chat template of a model fails on messages, refuses them or takes too much: the model's
     fault or the messages', which nobody can tell apart.

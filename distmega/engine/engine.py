@@ -32,7 +32,7 @@ from distmega.engine.ranks.agreement import require_agreement, share_memory
 from distmega.engine.ranks.devices import find_device
 from distmega.engine.ranks.own_process import OwnProcess
 from distmega.engine.requests import EngineOptions
-from distmega.engine.soundness import explain_unsound, is_sound
+from distmega.engine.soundness import UnsoundRunError, explain_unsound, is_sound
 from distmega.engine.steps_ahead import decode_ahead, last_logits
 from distmega.engine.weight_loading import (
     Progress,
@@ -43,7 +43,6 @@ from distmega.engine.weight_loading import (
 )
 from distmega.errors import (
     ModelError,
-    NotANumberError,
     RequestError,
     argument,
     counted,
@@ -456,7 +455,7 @@ class Engine(OwnProcess):
         with self._in_step, self._unchanged(num):
             try:
                 outputs = self._decode.runner.run(given)
-            except NotANumberError as error:
+            except RequestError as error:  # an op's, of numbers that are none
                 raise self._end_unsound(error.found) from error
             self._require_sound(outputs, num)
         self._grow(num, 1)
@@ -515,7 +514,7 @@ class Engine(OwnProcess):
                 self._num_cached[slot] = 0
             try:
                 found, scores = self._prefills.run(prompts, logits, self._given, slot_tensors)
-            except NotANumberError as error:
+            except UnsoundRunError as error:
                 raise self._end_unsound(error.found) from error
             if self.decode_plan.staged.stage.num_stages > 1 and self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()

@@ -10,7 +10,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from distmega.errors import ModelError
+from distmega.errors import ModelError, RequestError
+
+
+class UnsoundRunError(RequestError):
+    """An op of a prompt has met NaN where it needs numbers, as a router does."""
 
 
 def is_sound(x: Tensor) -> bool:

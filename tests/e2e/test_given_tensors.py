@@ -126,3 +126,22 @@ def test_captured_modules_refuse_tensors_without_values() -> None:
         torch.func.grad(lambda x: capture(module, (x,)).compile()(x).sum())(X)
     torch.testing.assert_close(step(X), module(X).detach())
     torch.testing.assert_close(step(torch._neg_view(X)), module(-X).detach())
+
+
+def test_an_input_that_is_an_output_is_copied_out() -> None:
+    """What the caller does to it later is not seen in results of calls before, nor the reverse."""
+    p = distmega.ProgramBuilder("gives_back")
+    x = p.input("x", (4, 8))
+    turned = p.transpose(x, (1, 0), view=True, name="turned")
+    program = p.build(x, turned, x.map("a0 + 1", name="y"))
+    mesh = distmega.DeviceMesh(tp=1)
+    plan = distmega.plan_program(program, mesh, distmega.CPU)
+    step = CompiledProgram(plan, SingleCommunicator(mesh))
+    given = X.clone()
+    found = step({"x": given})
+    given.fill_(7)
+    found["y"].fill_(3)
+    assert torch.equal(found["x"], X)
+    assert torch.equal(found["turned"], X.T)
+    found["x"].fill_(5)
+    assert torch.equal(step({"x": X})["y"], X + 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from distmega.errors import NotANumberError, RequestError, counted
+from distmega.errors import RequestError, counted
 from distmega.program import expr
 from distmega.program.dtypes import is_integer
 from distmega.program.kinds import (
@@ -268,7 +268,7 @@ def top_k_values(x: Any, num: int, weights: str) -> tuple[Any, Any]:
         chosen = chosen.softmax(-1)
     if x.is_cpu and bool(chosen.isnan().any()):
         row = int(chosen.isnan().any(1).nonzero()[0, 0])
-        raise NotANumberError(
+        raise RequestError(
             f"a router score of row {row} is not a number",
             expected="finite scores",
             remedy="look for NaN or infinities in the weights or activations before it",
