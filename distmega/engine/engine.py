@@ -32,7 +32,7 @@ from distmega.engine.ranks.agreement import require_agreement, share_memory
 from distmega.engine.ranks.devices import find_device
 from distmega.engine.ranks.own_process import OwnProcess
 from distmega.engine.requests import EngineOptions
-from distmega.engine.soundness import UnsoundRunError, explain_unsound, is_sound
+from distmega.engine.soundness import UnsoundRunError, explain_unsound, is_sound, run_ops
 from distmega.engine.steps_ahead import decode_ahead, last_logits
 from distmega.engine.weight_loading import (
     Progress,
@@ -454,8 +454,8 @@ class Engine(OwnProcess):
         }
         with self._in_step, self._unchanged(num):
             try:
-                outputs = self._decode.runner.run(given)
-            except RequestError as error:  # an op's, of numbers that are none
+                outputs = run_ops(self._decode.runner.run, given)
+            except UnsoundRunError as error:
                 raise self._end_unsound(error.found) from error
             self._require_sound(outputs, num)
         self._grow(num, 1)

@@ -32,8 +32,8 @@ from distmega.engine.packing import (
     pack_prompts,
     row_lengths,
 )
-from distmega.engine.soundness import UnsoundRunError
-from distmega.errors import RequestError, UnsupportedError
+from distmega.engine.soundness import run_ops
+from distmega.errors import UnsupportedError
 from distmega.hostir import late as host_late
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
@@ -184,8 +184,8 @@ class Prefills:
                 last = outputs["logits"].clone()
                 of_slots |= {slot: last[slot : slot + 1] for slot in ended[-1][0]}
         self._kept.write()  # while the GPU runs
-        if self._device.type == "cuda":
-            self._wait()
+        if self._device.type == "cuda":  # nobody else watches a collective inside a graph
+            await_queued(self._limit_s, self._name)
         following: dict[int, tuple[int, float]] = {}
         for ending, tokens, peaks in ended:
             pairs = tokens.tolist(), peaks.tolist()
@@ -198,7 +198,7 @@ class Prefills:
         tokens = torch.frombuffer(ids, dtype=torch.int64).to(self._device)
         positions = torch.arange(len(ids), device=self._device)
         given = {"tokens": tokens, "positions": positions}
-        return _run_ops(program, {**tensors, **program.given, **given})
+        return run_ops(program.evaluator.run, {**tensors, **program.given, **given})
 
     def _run_pass(self, parts: Sequence[PromptPart], logits: Logits, tensors: Tensors) -> Tensors:
         """Outputs of a pass, which the next one may overwrite; rows of `logits` behind those of the
@@ -225,7 +225,7 @@ class Prefills:
                 if not program.used and program.rehearses:
                     self._compile_ahead(program, tensors)
                 program.used = True
-                return _run_ops(program, {**tensors, **program.given})
+                return run_ops(program.evaluator.run, {**tensors, **program.given})
             await_event(rows, self._limit_s, self._name)
             rows.lay(parts)  # under a number that nobody has given back
         outputs = program.graph.run({})
@@ -330,21 +330,6 @@ class Prefills:
             with late.launching_nothing(self._device):
                 program.evaluator.rehearse({**tensors, **program.given})
                 self._kept.write()  # while compilers run
-
-    def _wait(self) -> None:
-        """Until what is queued has ended. Nobody else watches a collective inside a graph."""
-        await_queued(self._limit_s, self._name)
-
-
-def _run_ops(program: _Program, tensors: Tensors) -> Tensors:
-    """Outputs, op by op. UnsoundRunError for what an op refuses, which programs of ours never do
-    but for numbers that are none.
-    """
-    try:
-        return program.evaluator.run(tensors)
-    except RequestError as error:
-        found = error.found
-        raise UnsoundRunError(found, expected=error.expected, remedy=error.remedy) from error
 
 
 def _to_host(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ chosen from such logits mean nothing. Used by weight_loading.py and engine.py.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,7 +14,20 @@ from distmega.errors import ModelError, RequestError
 
 
 class UnsoundRunError(RequestError):
-    """An op of a prompt has met NaN where it needs numbers, as a router does."""
+    """An op has met NaN where it needs numbers, as a router does."""
+
+
+def run_ops(
+    run: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]], tensors: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """What an evaluator's `run` gives, op by op. UnsoundRunError for what an op refuses: those of
+    models do so for numbers that are none, and for nothing else.
+    """
+    try:
+        return run(tensors)
+    except RequestError as error:
+        found = error.found
+        raise UnsoundRunError(found, expected=error.expected, remedy=error.remedy) from error
 
 
 def is_sound(x: Tensor) -> bool:

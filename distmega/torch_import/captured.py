@@ -471,7 +471,7 @@ def _word(x: object) -> str:
     return shown(x)
 
 
-class _Word(str):
+class _Unquoted(str):
     """Printed as it is, also inside of lists."""
 
     __repr__ = str.__str__
@@ -480,7 +480,7 @@ class _Word(str):
 def _called(words: Sequence[str], spec: pytree.TreeSpec) -> str:
     """How a call with these arguments, one a leaf of spec, is written."""
     try:
-        args, kwargs = pytree.tree_unflatten([*map(_Word, words)], spec)
+        args, kwargs = pytree.tree_unflatten([*map(_Unquoted, words)], spec)
     except Exception:  # by a class of the caller's, of words in place of its tensors
         return ", ".join(words) or "none"
     named = (f"{name}={value}" for name, value in kwargs.items())

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -258,14 +259,15 @@ class EventGraph:
 
     def _require_groups(self, known: RunTime) -> None:
         for name in self._group_limits.keys() & {*known.starts}:
-            bounds, rows = known.bounds(name), known.rows(name)
-            groups, most_rows, stop = self._group_limits[name]
+            bounds = known.bounds(name)
+            rows = [stop - start for start, stop in pairwise(bounds)]
+            groups, most_rows, num_rows = self._group_limits[name]
             fits = len(rows) == groups and all(0 <= num <= most_rows for num in rows)
-            if not fits or bounds[0] < 0 or bounds[-1] > stop:
+            if not fits or bounds[0] < 0 or bounds[-1] > num_rows:
                 raise ProgramError(
                     f"starts {name!r} {bounds}",
-                    expected=f"{groups + 1} numbers from 0 to {stop} that do not fall, nor rise by "
-                    f"more than {most_rows}",
+                    expected=f"{groups + 1} numbers from 0 to {num_rows} that do not fall, nor rise"
+                    f" by more than {most_rows}",
                     remedy="give the start of each group, and the end of the last",
                 )
 
@@ -300,6 +302,10 @@ class EventGraph:
             )
         require(known, RunTime, "known", "a RunTime")
         self._require_groups(known)
+        return self.num_triggers(event, known)
+
+    def num_triggers(self, event: EventId, known: RunTime) -> int:
+        """As count, of what is known to fit: it is asked for at each look at an event."""
         tasks, ranks = self.producers.get(event, ()), self.ranks_of[event[0]]
         each = [known] if ranks == 1 else [self.on_rank(known, rank) for rank in range(ranks)]
         return sum(self.runs(task, there) for there in each for task in tasks)

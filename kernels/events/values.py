@@ -69,10 +69,12 @@ class EventMap:
             found = [(*event, position) for event in found for position in positions]
         return tuple(found)
 
-    def num_events(self, task: Coordinates) -> int:
-        """How many `events` gives, without making them; 0 of a list."""
+    def num_events(self, number: int, task: Coordinates) -> int:
+        """How many `events` gives, without making them."""
+        if self.listed:
+            return len(self.listed[number])
         ends = zip(self.first, self.last, strict=True)
-        return math.prod(max(0, b.at(task) - a.at(task) + 1) for a, b in ends) * (not self.listed)
+        return math.prod(max(0, last.at(task) - first.at(task) + 1) for first, last in ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +170,8 @@ class RunTime:
 
     def rows(self, starts: str) -> list[int]:
         """Rows of each group; ProgramError where nothing is known of them."""
-        return [stop - start for start, stop in pairwise(self.bounds(starts))]
+        bounds = _given(self.starts, starts, "starts")
+        return [stop - start for start, stop in pairwise(bounds)]
 
     def bounds(self, starts: str) -> list[int]:
         """The start of each group and the end of the last; ProgramError where they are not known,

@@ -26,6 +26,9 @@ from distmega.program.kinds import kind_of
 from distmega.program.types import Op, grouped_index
 from distmega.sharding.resolve.collectives import RANK_AXIS
 
+MOST_EVENTS = 1 << 24
+"""Of one tensor: each has a counter in memory."""
+
 
 def make_grid(op: Op, tiles: Mapping[str, int], spread: AxisSymbols) -> TaskGrid:
     """The tasks of an op. tiles: axis -> extent of a tile. ProgramError for what can't be cut."""
@@ -60,10 +63,6 @@ def make_grid(op: Op, tiles: Mapping[str, int], spread: AxisSymbols) -> TaskGrid
         for name, size in tiles.items()
     )
     return TaskGrid(op=op.name, dims=dims, rows=rows)
-
-
-MOST_EVENTS = 1 << 24
-"""Of one tensor: each has a counter in memory."""
 
 
 def event_source(consumer: Op, grid: TaskGrid) -> Sources:
@@ -192,7 +191,7 @@ def _count_triggers(graph: EventGraph, event: EventTensor) -> dict[Coordinates, 
     shape = tuple(extent.most for extent in event.extents)
     found = dict.fromkeys(grid_coordinates(shape), 0)
     for number, task in enumerate(graph.coordinates[event.producer]):
-        if event.notify.num_events(task) > len(found):
+        if event.notify.num_events(number, task) > len(found):
             raise _broken(event, f"task {number} signals more", f"events of {shape}")
         for position in event.notify.events(number, task):
             if position not in found:
@@ -230,7 +229,7 @@ def _verify_waits(
             what = f"triggers of {event.sources} of {counted(event.ranks, 'rank')} for {consumer!r}"
             raise _broken(event, what, f"{source} of {ranks}")
         for number, task in enumerate(graph.coordinates[consumer]):
-            if positions.num_events(task) > len(triggers):
+            if positions.num_events(number, task) > len(triggers):
                 what = f"task {number} of {consumer!r} waits for more"
                 raise _broken(event, what, f"the {len(triggers)} events that there are")
             for position in positions.events(number, task):

@@ -126,7 +126,8 @@ def bounded_inputs(program: Program) -> dict[str, int]:
     made = {tensor.name for tensor in program.tensors if tensor.role in ("input", "weight")}
     for op in program.ops:
         counts = kind_of(op).counts_rows and len(op.reads) > 1
-        for axis, operand in ({} if counts else _IDS.get(op.kind, {})).items():
+        ids = {} if counts else _IDS.get(op.kind, {})
+        for axis, operand in ids.items():
             name = source.get(op.reads[operand].tensor) if axis in op.extents else None
             if name:
                 extent = op.extents[axis]

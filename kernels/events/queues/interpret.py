@@ -253,7 +253,9 @@ class _Machine:
 
     def complete(self, event: EventId) -> bool:
         """Whether an event has all its triggers."""
-        return self.counters.get(event, 0) >= self.graph.count(event, self.known(None, event))
+        return self.counters.get(event, 0) >= self.graph.num_triggers(
+            event, self.known(None, event)
+        )
 
     def known(self, task: TaskId | None, event: EventId | None = None) -> RunTime:
         """Symbols, and starts as memory holds them; CheckError where these are not yet written."""
