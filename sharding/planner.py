@@ -173,10 +173,11 @@ class _Planner:
         It must divide by an axis of the states it reads (kv heads), or else by one of both its
         first operand and its result (query heads per kv head, query rows): any other way has every
         rank do the same work on the whole state. PlanError if there is none; annotations along the
-        mesh axis leave it to them.
+        mesh axis, and of such a state, leave it to them.
         """
         states = [a for a in op.reads if self.tensors[a.tensor].role == "state"]
         annotated = any(isinstance(layout.at(axis), Shard) for layout in self.pins.values())
+        annotated = annotated or any(state.tensor in self.pins for state in states)
         if not kind_of(op).mixes_values or not states or annotated:
             return ()
         names = _shared_parallel_axes(op, (op.reads[0], *op.writes))

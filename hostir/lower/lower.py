@@ -340,8 +340,8 @@ def _require_lowerable(local: Localized, peer_memory: bool, max_streams: int) ->
     if not peer_memory and any(choice.forced for choice in local.fused):
         raise PlanError(
             'overlap "kernel" without peer memory',
-            expected="ranks that reach each other's memory",
-            remedy='lower with peer_memory=True, or plan with overlap "sequential"',
+            expected="GPUs that reach each other's memory",
+            remedy='plan with overlap "sequential", or lower_program(..., peer_memory=True) there',
         )
 
 

@@ -25,7 +25,7 @@ from distmega.launch.contract import Event, Job, rank_environment
 from distmega.launch.host.reports import Died, Failed, Position, Report
 from distmega.launch.host.sockets import LOOPBACK, listen_at
 from distmega.launch.host.stores import TCPStore, reach_store, serve_store
-from distmega.launch.on_ray.cluster import connect, is_node_up, reserve_ranks
+from distmega.launch.on_ray.cluster import cluster_address, connect, is_node_up, reserve_ranks
 from distmega.launch.supervise import supervise
 from distmega.launch.worker import (
     RankRun,
@@ -138,7 +138,7 @@ class RayTeam:
 
     def start(self) -> None:
         self.owns_ray = connect()
-        self.group = reserve_ranks(self.job)
+        self.group = reserve_ranks(self.job, waits=not self.owns_ray or bool(cluster_address()))
         try:
             self._start_ranks(self.group)
         except ray.exceptions.RayError as error:

@@ -28,14 +28,20 @@ PLACEMENT_POLL_S = 1.0
 NODE_PROBE_S = 2.0
 
 
+def cluster_address() -> str | None:
+    """Of the cluster that RAY_ADDRESS names; None where this process is to start its own Ray."""
+    address = os.environ.get("RAY_ADDRESS")
+    return None if address in ("", "local") else address
+
+
 def connect() -> bool:
     """Make sure that this process is connected to Ray; whether that was done here."""
     if ray.is_initialized():
         return False
-    address = os.environ.get("RAY_ADDRESS")
+    address = cluster_address()
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
-        if address and address not in ("auto", "local"):
+        if address and address != "auto":
             _probe(address)
         ray.init(
             address=address or "local",
@@ -70,26 +76,32 @@ def _probe(address: str) -> None:
     socket.create_connection((host, int(port)), timeout=PROBE_S).close()
 
 
-def reserve_ranks(job: Job) -> PlacementGroup:
-    """Reserve a bundle for each group of ranks; raises LaunchError saying what is missing."""
+def reserve_ranks(job: Job, *, waits: bool = True) -> PlacementGroup:
+    """Reserve a bundle for each group of ranks; raises LaunchError saying what is missing.
+
+    waits: for nodes that may still join; not so of a Ray that this process started for itself.
+    """
     size = job.ray.ranks_per_bundle
     bundle = {"CPU": size * job.ray.cpus_per_rank}
     bundle |= {"GPU": float(size)} if job.device == "cuda" else {}
     num_bundles = job.num_ranks // size
+    total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    if not waits and any(total.get(name, 0) < num_bundles * x for name, x in bundle.items()):
+        raise _describe_shortage(job, bundle, 0)
     group: PlacementGroup = placement_group([bundle] * num_bundles, strategy=job.ray.strategy)
     deadline = time.monotonic() + job.ray.placement_timeout_s
     try:
         while not group.wait(timeout_seconds=PLACEMENT_POLL_S):
             logger.info("waiting for Ray to place %d ranks of %s", job.num_ranks, bundle)
             if time.monotonic() > deadline:
-                raise _describe_shortage(job, bundle)
+                raise _describe_shortage(job, bundle, job.ray.placement_timeout_s)
     except BaseException:
         remove_placement_group(group)
         raise
     return group
 
 
-def _describe_shortage(job: Job, bundle: Mapping[str, float]) -> LaunchError:
+def _describe_shortage(job: Job, bundle: Mapping[str, float], waited_s: float) -> LaunchError:
     free = ray.available_resources()  # type: ignore[no-untyped-call]
     total = ray.cluster_resources()  # type: ignore[no-untyped-call]
     num_bundles = job.num_ranks // job.ray.ranks_per_bundle
@@ -100,7 +112,7 @@ def _describe_shortage(job: Job, bundle: Mapping[str, float]) -> LaunchError:
     num_nodes = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
     return LaunchError(
         f"Ray could not place {counted(job.num_ranks, 'rank')} ({job.ray.strategy},"
-        f" {counted(num_nodes, 'node')}) within {job.ray.placement_timeout_s:g} s: they"
+        f" {counted(num_nodes, 'node')}){f' within {waited_s:g} s' if waited_s else ''}: they"
         f" need {needs}",
         expected="that much to be free, on one node under STRICT_PACK",
         remedy="ask for fewer ranks, free the cluster, or add nodes to it",

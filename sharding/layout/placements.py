@@ -71,7 +71,8 @@ PAIR = Partial("argmax")
 ROWS = Partial("rows")
 """Rows sorted by group, of which a coordinate holds those of its own groups and zeros elsewhere."""
 
-_PLACEMENT = re.compile(r"(\w+)=(?:(R)|S(\d+)(?::(\d+))?|P\((\w+)\))$")
+_PLACEMENT = re.compile(r"(\w+)=(?:R|S(-?\d+)(?::(\d+))?|P\((\w+)\))")
+_CHUNKS = re.compile(r"stream=C(-?\d+):(-?\d+)(?:@(\w+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +96,31 @@ class Layout:
     @staticmethod
     def parse(text: str) -> "Layout":
         """Reads str(layout) back; PlanError if it does not fit."""
-        words = text.split() if text != "R" else []
-        found = [(word, _PLACEMENT.match(word)) for word in words]
         placements: dict[str, Placement] = {}
-        for word, match in found:
-            if match is None:
+        chunks: Chunks | None = None
+        words = text.split() if isinstance(text, str) else [shown(text)]
+        for word in words:
+            loop, placed = _CHUNKS.fullmatch(word), _PLACEMENT.fullmatch(word)
+            if loop and chunks is None:
+                chunks = Chunks(int(loop[1]), int(loop[2]), loop[3] or "")
+            elif placed and placed[1] not in placements:
+                axis, dim, chunk, combine = placed.groups()
+                shards = Shard(int(dim), int(chunk or 0)) if dim else REPLICATE
+                placements[axis] = Partial(combine) if combine else shards
+            elif word != "R":
                 raise PlanError(
-                    f"layout {text!r} holds {word!r}",
-                    expected="words such as tp=S0 or dp=R",
-                    remedy="write one word a mesh axis",
+                    f"layout {shown(text)} holds {word!r}",
+                    expected="words such as tp=S0, dp=R or stream=C0:4, one a mesh axis",
+                    remedy="write what str() of a layout gives",
                 )
-            axis, whole, dim, chunk, combine = match.groups()
-            if not whole:
-                placements[axis] = Partial(combine) if combine else Shard(int(dim), int(chunk or 0))
-        return Layout.of(placements)
+        is_open = chunks is not None and len(words) == 1
+        return Layout(Layout.of(placements).placements, chunks, is_open)
 
     def __str__(self) -> str:
-        words = [f"{axis}={placement}" for axis, placement in self.placements]
+        placed = "" if self.is_open and self.chunks else "R"
+        words = [f"{axis}={placement}" for axis, placement in self.placements] or [placed]
         words += [f"stream={self.chunks}"] if self.chunks else []
-        return " ".join(words) or "R"
+        return " ".join(filter(None, words))
 
     def __or__(self, other: "Layout") -> "Layout":
         """Both layouts' placements and chunks. PlanError if `other` is none, or if they place one

@@ -10,7 +10,7 @@ import pytest
 
 from distmega.env import Settings, read_settings
 from distmega.errors import LaunchError, RequestError
-from distmega.launch import launchers
+from distmega.launch import late, launchers
 from distmega.launch.contract import LauncherOptions, RayOptions
 from distmega.launch.launchers import choose_device, launch
 
@@ -143,6 +143,7 @@ def test_a_payload_that_cannot_be_pickled_is_refused():
 def test_ray_that_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "distmega.launch.on_ray.actors", raising=False)
+    monkeypatch.delitem(vars(late), "run_ray", raising=False)  # of a test before this one
     with pytest.raises(LaunchError, match=r"pip install 'distmega\[ray\]'"):
         launch("module:function", None, LauncherOptions(launcher="ray", device="cpu"))
 

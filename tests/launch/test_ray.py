@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distmega.errors import LaunchError, RankFailure, RequestError
-from distmega.launch.contract import Emitted, LauncherOptions, RayOptions, Result
+from distmega.launch.contract import Emitted, Job, LauncherOptions, RayOptions, Result
 from distmega.launch.launchers import launch
 from tests.launch.conftest import is_gone, wait_until
 from tests.launch.targets import Begun
@@ -79,6 +79,15 @@ def test_what_the_cluster_lacks_is_said():
     options = RayOptions(cpus_per_rank=3, strategy="STRICT_PACK", placement_timeout_s=0.5)
     with pytest.raises(LaunchError, match=r"could not place 2 ranks.*6 CPU \(2 of 2 free\)"):
         list(start("sum_ranks", 1, ray=options))
+
+
+def test_a_ray_of_ones_own_is_not_waited_for():
+    """No node will join it."""
+    cluster = pytest.importorskip("distmega.launch.on_ray.cluster")
+    job = Job(target="", payload=b"", num_ranks=2, device="cuda", timeout_s=1.0, start_timeout_s=1.0,
+              ray=RayOptions(placement_timeout_s=1e6))  # fmt: skip
+    with pytest.raises(LaunchError, match=r"1 node\): they need .*2 GPU \(0 of 0 free\)"):
+        cluster.reserve_ranks(job, waits=False)
 
 
 def test_an_address_where_no_cluster_listens_is_refused(monkeypatch: pytest.MonkeyPatch):

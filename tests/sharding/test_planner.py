@@ -14,7 +14,14 @@ from distmega.program.text import parse_program, print_program
 from distmega.program.types import Program
 from distmega.sharding import planner
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.layout.placements import REPLICATED, Layout, Partial, Shard, shard
+from distmega.sharding.layout.placements import (
+    REPLICATED,
+    Layout,
+    Partial,
+    Shard,
+    replicate,
+    shard,
+)
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import Plan, build_plan, plan_program
 from distmega.sharding.resolve.resolve import InexactSplitError, RankSchedule
@@ -352,6 +359,14 @@ def test_only_attention_must_divide_what_it_reads_of_states():
     program = p.build(read.map("a0 * 2"))
     plan = plan_program(program, DeviceMesh(tp=2), CPU)
     check_plan(plan, random_arrays(program, 0), exact=False)
+
+
+def test_an_annotated_state_says_that_attention_need_not_divide():
+    program, mesh = decoder(heads=1, group=1, hidden=4), DeviceMesh(tp=8)
+    with pytest.raises(PlanError, match="tp=8 can't divide attention"):
+        plan_program(program, mesh, CPU)
+    whole = {f"layers.0.{part}_cache": replicate() for part in "kv"}
+    check_plan(plan_program(program, mesh, CPU, whole), random_arrays(program, 0), exact=False)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -69,10 +69,30 @@ def test_users_words_join():
         shard(0, "tp"),
         Layout.of({"tp": Shard(1, 16), "dp": Partial("sum")}),
         Layout.of({"dp": Partial("argmax")}),
+        shard(-1, "tp"),
+        stream(1, 4),
+        stream(-2, 2, ring="tp") | shard(0, "dp"),
+        stream(1, 4) | replicate(),
     ],
 )
 def test_layouts_print_and_parse(layout):
     assert Layout.parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("tp=S0 tp=S1", "'tp=S1'"),
+        ("stream=C0:2 stream=C1:2", "'stream=C1:2'"),
+        ("tp=Q", "'tp=Q'"),
+        ("tp=S0:", "'tp=S0:'"),
+        (3, "'3'"),
+    ],
+)
+def test_other_text_is_no_layout(text, word):
+    with pytest.raises(PlanError) as caught:
+        Layout.parse(text)
+    assert word in caught.value.found
 
 
 def test_resolving_fills_in_what_a_rank_holds():
