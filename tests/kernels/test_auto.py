@@ -4,8 +4,18 @@ import pytest
 
 from distmega.errors import UnsupportedError
 from distmega.kernels import whole
+from distmega.kernels.hopper.batch_plan.types import BatchQueues
+from distmega.program.builder import ProgramBuilder
 from tests.kernels import row_programs
 from tests.kernels.h200 import plan_for_h200
+
+
+def test_a_row_that_no_sm_holds_is_not_the_kernels_of_one_row(monkeypatch):
+    """As a row of a vocabulary's length, beside which an SM has no ring."""
+    p = ProgramBuilder("long")
+    x = p.rms_norm(p.input("x", (1, 131072), "bf16"), p.weight("n", (131072,), "bf16"), 1e-5)
+    program = p.build(p.linear(x, p.weight("w", (64, 131072), "bf16")).map("relu(a0)"))
+    assert isinstance(plan_for_h200(program, monkeypatch, forced=False).queues, BatchQueues)
 
 
 @pytest.mark.parametrize("rows", [4, 16])

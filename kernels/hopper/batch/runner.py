@@ -21,9 +21,11 @@ from distmega.kernels.hopper.batch_plan.words import (
     BATCH_STAMPS,
     EVENT_WORDS,
     EVENTS_AT,
+    LOADS_AHEAD,
     SEEDS_AT,
     SETTINGS,
     SETTINGS_AT,
+    STAGES,
     STATE_EPOCH,
     STATE_HITS,
     STATE_POSITIONS,
@@ -33,7 +35,6 @@ from distmega.kernels.hopper.batch_plan.words import (
 from distmega.kernels.hopper.diagnosis import explain_batch_hang
 from distmega.kernels.hopper.one_row.runner import (
     CACHE_ROWS,
-    LOG2_E,
     MAX_STEPS,
     choice_of,
     describe,
@@ -44,7 +45,7 @@ from distmega.kernels.hopper.one_row.runner import (
     require_steps,
 )
 from distmega.kernels.hopper.plan.types import NO_ATTENTION
-from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE, WORDS
+from distmega.kernels.hopper.plan.words import LOG2_E, MAX_SMS, NO_CHOICE, WORDS
 from distmega.kernels.hopper.timeline import batch_spans
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
@@ -56,10 +57,6 @@ from distmega.program.ops.lookups import bounded_inputs
 from distmega.program.types import Program
 from distmega.trace_file import Span
 
-STAGES = 12
-"""Ring slots: what fits beside the sums of four units."""
-AHEAD = 4
-"""Loads under way at a time, at most."""
 HALF_TILE = 1, 64
 """Slices and rows that a load of a BatchProduct brings: half of what a ring slot has."""
 
@@ -352,7 +349,7 @@ class BatchRunner:
             whole_slices=queues.whole_slices,
             num_ranks=queues.num_ranks,
             stages=STAGES,
-            ahead=AHEAD,
+            ahead=LOADS_AHEAD,
             experts=queues.experts,
             biased=self._shape.biased,
             rows=queues.rows,

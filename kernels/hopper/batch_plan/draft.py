@@ -20,6 +20,7 @@ from distmega.kernels.hopper.batch_plan.types import (
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     BEST_WORDS,
+    MAX_LENGTH,
     NOTHING,
     READY_WORDS,
     BatchInstruction,
@@ -207,7 +208,8 @@ class BatchDraft:
             raise unfit(f"{counted(self.batch, 'row')} on {counted(self.num_ranks, 'rank')}")
         if self.splits and self.choice is not None and self.choice.sampler is not None:
             raise unfit(f"samples of {counted(self.batch, 'sequence')}")
-        if any(length % ROW_MULTIPLE for length in self.placed.columns.values()):
+        lengths = self.placed.columns.values()
+        if any(length % ROW_MULTIPLE or length > MAX_LENGTH for length in lengths):
             raise unfit(f"rows of {sorted(set(self.placed.columns.values()))} elements")
         self.check_caches()
         self.tables, self.positions = found.tables, found.positions

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from distmega.kernels.hopper.plan.types import ROW_MULTIPLE
-from distmega.kernels.hopper.plan.words import MAX_SMS, SLICE_K, bits_of, pack_fields
+from distmega.kernels.hopper.plan.words import MAX_SMS, SLICE_K, bits_of, join_bits, pack_fields
 from distmega.kernels.runtime.report import REPORT_WORDS
 
 BATCH = 16
@@ -34,8 +34,10 @@ BLOCK = 16 * BATCH
 """Elements of 16 columns of x, which lie together."""
 EVENT_WORDS = 32
 """int32 words from one event to the next: 128 bytes."""
-GROUP_UNITS = 8
-"""Units of 8 weight rows that a task multiplies by one read of x."""
+STAGES = 12
+"""Slots of a ring: what fits beside the sums of four units."""
+LOADS_AHEAD = 4
+"""Loads under way at a time, at most."""
 BEST_WORDS = 2 * BATCH
 """Flagged words of a rank's most likely ids: of each sequence, its logit and the id."""
 READY_WORDS = 2 * MAX_SMS
@@ -83,6 +85,8 @@ CARRY_SHIFT, BLOCK_MASK = 15, 0x7FFF
 NUMBERS = 64
 """Rows of float32 numbers [16, rows] that lie and are looked at together."""
 MAX_SLOTS = SLOT_MASK + 1
+MAX_LENGTH = SLICE_K * (LENGTH_MASK + 1) - 1
+"""Elements of a row."""
 NORM_KINDS = ("none", "rms_norm", "layer_norm")
 NOTHING = -1
 """In place of an offset, where there is nothing."""
@@ -251,7 +255,7 @@ class BatchEmbed:
     @property
     def packed(self) -> int:
         """The places of a linear's."""
-        return self.team_rank << MATRIX_SHIFT
+        return join_bits((self.team_rank, MATRIX_SHIFT))
 
     @property
     def numbers(self) -> int:
@@ -615,16 +619,16 @@ def pack(instruction: BatchInstruction) -> list[int]:
 def pack_x(one: BatchLinear | BatchProduct | BatchExperts | BatchLogits) -> int:
     """The word that says what x of a linear is."""
     slices, rest = divmod(one.length, SLICE_K)
-    return (
-        one.flags
-        | one.squares << IN_SHIFT
-        | rest // ROW_MULTIPLE << REST_SHIFT
-        | slices << LENGTH_SHIFT
-        | one.matrix << MATRIX_SHIFT
+    return join_bits(
+        (one.flags, 0),
+        (one.squares, IN_SHIFT),
+        (rest // ROW_MULTIPLE, REST_SHIFT),
+        (slices, LENGTH_SHIFT),
+        (one.matrix, MATRIX_SHIFT),
     )
 
 
 def pack_numbers(keep: int, carry: int) -> int:
     """The word that says where numbers are kept, and where carried ones lie."""
     size = BATCH * NUMBERS
-    return keep // size + 1 | (carry // size + 1) << CARRY_SHIFT
+    return join_bits((keep // size + 1, 0), (carry // size + 1, CARRY_SHIFT))

@@ -25,15 +25,18 @@ from distmega.kernels.hopper.plan.types import (
     RowFormulas,
     RowQueues,
     WeightMatrix,
-    num_stages,
     padded_tiles_k,
 )
 from distmega.kernels.hopper.plan.words import (
+    CONTINUED,
     GREEDY,
     KEEP_NORMED,
     LAYER_NORM,
     LIMITED,
+    LOADS_AHEAD,
+    LOG2_E,
     MAX_SMS,
+    MIN_BLOCKS,
     NO_CHOICE,
     SAMPLED,
     SEARCHED,
@@ -57,16 +60,9 @@ from distmega.program.ops.lookups import bounded_inputs
 from distmega.program.types import Program
 from distmega.trace_file import Span
 
-LOG2_E = 1.4426950408889634
 MAX_STEPS = 4096
-LOADS_AHEAD = 3
-"""Tiles of 16 KB that an SM asks memory for at a time: more do not come sooner."""
-CONTINUED = -1, -1
-"""Id and position of a launch that goes on from what the state says."""
 CACHE_ROWS = 128
 """Of what stands for the cache where there is none: a block."""
-MIN_BLOCKS = 1
-"""Blocks of 128 cached positions that a split has at least, where a context is split."""
 
 
 CHOICES = {"given": SAMPLED, "candidates": LIMITED, "all": SEARCHED}
@@ -315,7 +311,7 @@ class RowRunner:
             num_ranks=queues.num_ranks,
             given=queues.num_ranks > 1 and not queues.ids,
             barriers=encoded.has_barriers,
-            stages=num_stages(tiles_k),
+            stages=queues.stages,
             ahead=LOADS_AHEAD,
             trace=tracing,
             apart=self._shape.apart,

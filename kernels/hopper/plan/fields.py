@@ -23,6 +23,7 @@ def _word(kind: type[Instruction], name: str) -> gl.constexpr:
 
 
 WORDS = gl.constexpr(words.WORDS)
+LOG2_E = gl.constexpr(words.LOG2_E)
 STAMPS = gl.constexpr(words.STAMPS)
 STATE_POSITION = gl.constexpr(words.STATE_POSITION)
 STATE_EPOCH = gl.constexpr(words.STATE_EPOCH)

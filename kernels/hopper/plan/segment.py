@@ -65,7 +65,7 @@ def find_agreement(
         positions = next((op.ids for op in tables.values() if op.ids != _ids(embedding)), "")
     rows = max(math.prod(segment.tensor_map()[name].shape[:-1]) for name in (entry, *others))
     if not 1 <= rows <= max_rows:
-        raise unfit(counted(rows, "row"))
+        raise unfit(counted(rows, "row"), most_rows=max_rows)
     if others and max_rows == 1:
         raise unfit(f"inputs {[entry, *others]} of one row each")
     choice = _find_choice(fused)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from distmega.errors import UnsupportedError
+from distmega.errors import UnsupportedError, counted
 from distmega.kernels.hopper.plan.words import (
     SLICE_K,
     SLICES,
@@ -293,6 +293,11 @@ class RowQueues:
     expert_matrix: WeightMatrix | None = None
 
     @property
+    def stages(self) -> int:
+        """Ring slots of an SM."""
+        return num_stages(padded_tiles_k(self.max_tiles_k))
+
+    @property
     def has_barriers(self) -> bool:
         """Whether some instruction is a barrier."""
         return any(isinstance(one, RowBarrier) for queue in self.queues for one in queue)
@@ -303,11 +308,12 @@ class RowQueues:
         return len(self.buffers)
 
 
-def unfit(found: str) -> UnsupportedError:
-    """The error for a segment that the kernel can't do."""
+def unfit(found: str, *, most_rows: int = 0) -> UnsupportedError:
+    """The error for a segment that the kernel can't do; most_rows: where it has more."""
+    rows = f"at most {counted(most_rows, 'row')}" if most_rows else "rows"
     return UnsupportedError(
         f"the persistent kernel can't do {found}",
-        expected=f"1 to 16 rows of a multiple of {ROW_MULTIPLE} elements, heads of a "
-        f"multiple of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}",
+        expected=f"{rows} of a multiple of {ROW_MULTIPLE} elements that an SM's memory holds, heads of"
+        f" a multiple of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}",
         remedy="run the segment by library ops",
     )

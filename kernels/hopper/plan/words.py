@@ -7,6 +7,7 @@ that a reader polls the datum itself and needs no event. A generation counts how
 written in this step before. Next on the walk: row_plan/queues.py.
 """
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,19 @@ VECTOR_MULTIPLE = 64
 """Vectors begin at multiples of so many elements of 2 bytes: those of arena.ALIGNMENT_BYTES."""
 STAGE_CHUNKS = 4
 """Chunks of TILE_K columns of x that are polled and staged together."""
+GROUP_UNITS = 8
+"""Units of weight rows whose results are summed and written together; of several rows of x, those
+that a task multiplies by one read of it.
+"""
+LOADS_AHEAD = 3
+"""Tiles of 16 KB that an SM asks memory for at a time: more do not come sooner."""
+LEAST_STAGES = LOADS_AHEAD
+"""Slots of a ring, at least."""
+MIN_BLOCKS = 1
+"""Blocks of 128 cached positions that a split has at least, where a context is split."""
+CONTINUED = -1, -1
+"""Id and position of a launch that goes on from what the state says."""
+LOG2_E = 1 / math.log(2)
 MAX_SPLITS = 16
 """Splits of the context of one kv head, at most: what one combine task holds."""
 PARTIAL_EXTRA = 4
@@ -57,7 +71,6 @@ AT_POSITION, BIASED = 4, 8
 position, else of the id; a bias lies behind the norm's weight.
 """
 DELTA_SHIFT, MATRIX_SHIFT = 8, 24
-DELTA_MASK = 0xFFFF
 """Of Linear.flag_delta, 16 bits with a sign, and Linear.matrix in the word that they share with the
 flags.
 """
@@ -140,8 +153,8 @@ class RowLinear:
     @property
     def packed(self) -> int:
         """flags, flag_delta and matrix in one word."""
-        delta = self.flag_delta & DELTA_MASK
-        return self.flags | delta << DELTA_SHIFT | self.matrix << MATRIX_SHIFT
+        delta = signed_bits(self.flag_delta, MATRIX_SHIFT - DELTA_SHIFT)
+        return join_bits((self.flags, 0), (delta, DELTA_SHIFT), (self.matrix, MATRIX_SHIFT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +303,8 @@ class RowPointwise:
     @property
     def packed(self) -> int:
         """flags and flag_delta in one word."""
-        return self.flags | (self.flag_delta & DELTA_MASK) << DELTA_SHIFT
+        delta = signed_bits(self.flag_delta, MATRIX_SHIFT - DELTA_SHIFT)
+        return join_bits((self.flags, 0), (delta, DELTA_SHIFT), (0, MATRIX_SHIFT))
 
     @property
     def eps_bits(self) -> int:
@@ -358,5 +372,24 @@ def pack_fields(instruction: object, field_words: Mapping[str, int]) -> list[int
     """WORDS words with each field at its place, zeros elsewhere."""
     words = [0] * WORDS
     for name, word in field_words.items():
-        words[word] = int(getattr(instruction, name))
+        value = int(getattr(instruction, name))
+        assert -(2**31) <= value < 2**31, f"{name} {value} of {instruction}"
+        words[word] = value
     return words
+
+
+def join_bits(*parts: tuple[int, int]) -> int:
+    """A word of values that share it: each from its bit on, up to that of the next, the last up to
+    bit 31, which says that a word is negative.
+    """
+    word, ends = 0, [*(shift for _, shift in parts[1:]), 31]
+    for (value, shift), end in zip(parts, ends, strict=True):
+        assert 0 <= value < 1 << (end - shift), f"{value} in {end - shift} bits of {parts}"
+        word |= value << shift
+    return word
+
+
+def signed_bits(value: int, num: int) -> int:
+    """The lowest `num` bits of a number that these hold with its sign."""
+    assert -(1 << (num - 1)) <= value < 1 << (num - 1), f"{value} in {num} bits"
+    return value & ((1 << num) - 1)

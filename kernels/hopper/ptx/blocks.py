@@ -11,7 +11,7 @@ one_row/bodies/blocks.py.
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-from distmega.kernels.hopper.plan.words import TILE_BYTES
+from distmega.kernels.hopper.plan.words import LOG2_E, TILE_BYTES
 from distmega.kernels.hopper.ptx.pieces import (
     multiply,
     next_slot,
@@ -26,7 +26,6 @@ SUMS_BYTES = 512
 POSITIONS = 128
 FAR = {64: 16, 128: 128, 256: 256}
 """Bytes from a column of the first half of a query to that of the second, by head dim."""
-LOG2_E = 1.4426950408889634
 LOWEST = "0fFF800000"
 """Minus infinity."""
 

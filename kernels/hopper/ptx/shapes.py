@@ -46,8 +46,7 @@ REDUCE = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [1, 8], [1, 0]))
 """[8 warps, 64 rows]: each thread sums two rows over all warps; they are TWOS then."""
 EVERY_WARP = gl.constexpr(gl.BlockedLayout([8], [32], [8], [0]))
 """[8]: one number a warp, all of them in every thread."""
-GROUP_UNITS = gl.constexpr(8)
-"""Units whose rows are summed and written together."""
+GROUP_UNITS = gl.constexpr(words.GROUP_UNITS)
 GROUP_ROWS = gl.constexpr(64)
 TWO_STREAMS = gl.constexpr(gl.BlockedLayout([1, 1, 2], [4, 8, 1], [8, 1, 1], [2, 1, 0]))
 """[4, 8 rows, 2 streams]: both streams of a row in one thread."""

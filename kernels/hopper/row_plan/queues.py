@@ -31,11 +31,10 @@ from distmega.kernels.hopper.plan.pointwise import in_order
 from distmega.kernels.hopper.plan.types import (
     ROW_MATRICES,
     RowQueues,
-    num_stages,
-    padded_tiles_k,
     unfit,
 )
 from distmega.kernels.hopper.plan.words import (
+    LEAST_STAGES,
     MAX_SMS,
     STAGE_CHUNKS,
     TILE_K,
@@ -118,11 +117,14 @@ def takes_norm(weights: ArenaLayout, norm: InputNorm, length: int, is_shared: bo
 
 
 def _require_slots(queues: RowQueues) -> None:
-    """UnsupportedError unless a block of keys and values fits into the ring."""
-    stages = num_stages(padded_tiles_k(queues.max_tiles_k))
-    if queues.attention and stages < queues.attention.block_slots:
-        dim, length = queues.attention.head_dim, TILE_K * queues.max_tiles_k
-        raise unfit(f"heads of {dim} beside a row of {length} elements in an SM's memory")
+    """UnsupportedError unless the ring has slots for its loads, and for a block of keys and values,
+    beside the longest row.
+    """
+    row = f"a row of {TILE_K * queues.max_tiles_k} elements in an SM's memory"
+    if queues.attention and queues.stages < queues.attention.block_slots:
+        raise unfit(f"heads of {queues.attention.head_dim} beside {row}")
+    if queues.stages < LEAST_STAGES:
+        raise unfit(row)
 
 
 def _ways(fused: Sequence[Fused], placed: Weights, num_sms: int) -> Iterator[tuple[int, int, bool]]:

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from distmega.kernels.hopper.batch.bodies.limits import LOG2_E
+from distmega.kernels.hopper.plan.fields import LOG2_E
 from distmega.kernels.hopper.ptx.shapes import (
     KV_DOT,
     MMA3,

@@ -23,6 +23,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
 )
 from distmega.kernels.hopper.one_row.bodies.sample import PROBES, add, add_pairs, gumbel
 from distmega.kernels.hopper.one_row.bodies.sample_all import NEVER_SAMPLED
+from distmega.kernels.hopper.plan.fields import LOG2_E
 from distmega.kernels.hopper.ptx.device import as_float, flagged_float, keep
 from distmega.kernels.hopper.ptx.shapes import THREADS
 
@@ -33,7 +34,6 @@ LISTED = gl.constexpr(8)
 PEAKS = gl.constexpr(4)
 """Maxima that a thread keeps, as many in all as top_k may be where it bounds candidates."""
 NO_ROW = gl.constexpr(0x7FFFFFFF)
-LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @constexpr_function

@@ -18,7 +18,6 @@ from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier, reinterpret
 from distmega.kernels.hopper.batch.bodies.blocks import capped
-from distmega.kernels.hopper.batch.bodies.limits import LOG2_E
 from distmega.kernels.hopper.batch.bodies.norms import load_vector
 from distmega.kernels.hopper.batch.bodies.wide import LEFT, MMA2, OF_POSITIONS, OF_QUERIES, RIGHT
 from distmega.kernels.hopper.batch.device import of_rows, pair_index
@@ -54,6 +53,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     STATE_POSITIONS,
 )
 from distmega.kernels.hopper.epilogues import count
+from distmega.kernels.hopper.plan.fields import LOG2_E
 from distmega.kernels.hopper.ptx.device import bf16_pair, keep, single
 from distmega.kernels.hopper.ptx.shapes import TILE_ROWS, TILE_SHARED, num_halves
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.hopper.batch.bodies.blocks import capped
-from distmega.kernels.hopper.batch.bodies.limits import LOG2_E
+from distmega.kernels.hopper.plan.fields import LOG2_E
 from distmega.kernels.hopper.ptx.device import single
 from distmega.kernels.hopper.ptx.shapes import (
     GROUP_LIMIT,

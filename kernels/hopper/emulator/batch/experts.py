@@ -16,7 +16,6 @@ from distmega.kernels.hopper.batch_plan.experts import share_of_hits
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     EXPERT_COLUMNS,
-    GROUP_UNITS,
     PAIRED,
     STATE_HITS,
     BatchExperts,
@@ -27,7 +26,7 @@ from distmega.kernels.hopper.emulator.batch.sm import BatchSm
 from distmega.kernels.hopper.emulator.interleaving import RAN, Steps
 from distmega.kernels.hopper.emulator.numbers import Floats, evaluate, to_bf16
 from distmega.kernels.hopper.plan.types import ExpertShape
-from distmega.kernels.hopper.plan.words import TILE_K, UNIT_ROWS
+from distmega.kernels.hopper.plan.words import GROUP_UNITS, TILE_K, UNIT_ROWS
 
 Tile = tuple[int, int]
 """First row of a tile, and which tile along k."""

@@ -8,6 +8,7 @@ the walk: bodies.py.
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from distmega.kernels.hopper.batch_plan.types import BatchQueues, most_partial_w
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     BEST_WORDS,
+    LOADS_AHEAD,
     PAIRED,
     PRODUCT_TILE,
+    STAGES,
     STATE_EPOCH,
     STATE_HITS,
     STATE_POSITIONS,
@@ -35,6 +38,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchPointwise,
     BatchProduct,
     BatchRows,
+    pack,
 )
 from distmega.kernels.hopper.emulator.batch.bodies import (
     embed,
@@ -59,8 +63,6 @@ from distmega.kernels.hopper.plan.words import MAX_SMS, SLICE_K, TILE_K
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
 
-NUM_SLOTS, AHEAD = 12, 4
-"""Of a ring, and loads under way."""
 NO_STATES = torch.empty(0, dtype=torch.uint8)
 
 
@@ -109,7 +111,7 @@ def emulate_batch(
         gpu.peers = gpus
     sms = [
         [
-            BatchSm(gpu, sm, compute_warps, loader_warp, NUM_SLOTS, AHEAD)
+            BatchSm(gpu, sm, compute_warps, loader_warp, STAGES, LOADS_AHEAD)
             for sm, (compute_warps, loader_warp) in enumerate(
                 zip(agents.computes[gpu.rank], agents.loaders[gpu.rank], strict=True)
             )
@@ -127,6 +129,8 @@ def emulate_batch(
 
 def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> BatchGpu:
     queues, num = one.queues, agents.num
+    for instruction in chain.from_iterable(queues.queues):
+        pack(instruction)  # what the device reads holds it
     views = arena_views(one.weights, one.weights_arena)
     none: Floats = np.zeros((1, 1), dtype=np.float32)
     elements = np.concatenate(

@@ -21,6 +21,8 @@ from distmega.kernels.hopper.emulator.one_row.bodies import norm_vector
 from distmega.kernels.hopper.emulator.sm import GARBAGE, RowSm
 from distmega.kernels.hopper.plan.types import AttentionShape
 from distmega.kernels.hopper.plan.words import (
+    LOG2_E,
+    MIN_BLOCKS,
     PARTIAL_EXTRA,
     VECTOR_MULTIPLE,
     RowAttention,
@@ -31,9 +33,6 @@ BLOCK = 128
 """Cached positions of a block."""
 HALF = 64
 """Columns of a block that one slot of the ring holds."""
-LOG2_E = 1.4426950408889634
-MIN_BLOCKS = 1
-"""Blocks that a split has at least, where there are several."""
 
 
 def num_active_splits(position: int, window: int, max_splits: int) -> int:

@@ -28,6 +28,7 @@ from distmega.kernels.hopper.plan.words import (
     CARRY_TWO,
     EMBEDDED,
     FROM_EMBEDDING,
+    GROUP_UNITS,
     KEEP_NORMED,
     LAYER_NORM,
     NOTHING,
@@ -41,7 +42,6 @@ from distmega.kernels.hopper.plan.words import (
     RowPointwise,
 )
 
-GROUP_UNITS = 8
 GROUP_ROWS = GROUP_UNITS * UNIT_ROWS
 NONE: Floats = np.zeros(0, dtype=np.float32)
 

@@ -8,6 +8,7 @@ peers hold one back. Next on the walk: bodies.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -27,8 +28,10 @@ from distmega.kernels.hopper.emulator.sm import GARBAGE, SPARE, RowGpu, RowSm
 from distmega.kernels.hopper.emulator.team import Agents, launch, run_hosts
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import (
+    CONTINUED,
     EXPERT_COLUMNS,
     EXPERT_ROWS,
+    LOADS_AHEAD,
     PAIRED,
     STATE_EPOCH,
     STATE_ID,
@@ -42,14 +45,10 @@ from distmega.kernels.hopper.plan.words import (
     RowLinear,
     RowPointwise,
     RowRoute,
+    pack,
 )
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views
-
-NUM_SLOTS, AHEAD = 12, 3
-"""Of a ring: slots beside x of 8 tiles, and loads under way."""
-CONTINUED = -1, -1
-"""Id and position of a launch that goes on from the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +89,11 @@ def emulate_rows(
     ranks: Sequence[RankArenas],
     launches: Sequence[Sequence[RowLaunch]],
     seed: int,
-    num_slots: int = NUM_SLOTS,
+    num_slots: int | None = None,
 ) -> list[list[Found]]:
     """Results [launch][rank] of launches [launch][rank] in the order that the seed gives. Caches in
-    the state arenas are left as the launches leave them.
+    the state arenas are left as the launches leave them. num_slots: of rings, where not those of
+    the queues.
     """
     team = _Team(ranks, Interleaving(seed), num_slots)
     hosts = [team.host(gpu, [each[gpu.rank] for each in launches]) for gpu in team.gpus]
@@ -106,7 +106,9 @@ def emulate_rows(
 class _Team:
     """All ranks of one program."""
 
-    def __init__(self, ranks: Sequence[RankArenas], order: Interleaving, num_slots: int) -> None:
+    def __init__(
+        self, ranks: Sequence[RankArenas], order: Interleaving, num_slots: int | None
+    ) -> None:
         self.order = order
         self.agents = Agents([len(one.queues.queues) for one in ranks])
         self.gpus = [self.gpu(rank, one) for rank, one in enumerate(ranks)]
@@ -115,7 +117,9 @@ class _Team:
         self.found: list[list[Found]] = [[] for _ in ranks]
         self.sms = [
             [
-                RowSm(gpu, sm, compute_warps, loader_warp, num_slots, AHEAD)
+                RowSm(
+                    gpu, sm, compute_warps, loader_warp, num_slots or gpu.queues.stages, LOADS_AHEAD
+                )
                 for sm, (compute_warps, loader_warp) in enumerate(
                     zip(self.agents.computes[rank], self.agents.loaders[rank], strict=True)
                 )
@@ -125,6 +129,8 @@ class _Team:
 
     def gpu(self, rank: int, one: RankArenas) -> RowGpu:
         queues, num_agents = one.queues, self.agents.num
+        for instruction in chain.from_iterable(queues.queues):
+            pack(instruction)  # what the device reads holds it
         views = arena_views(one.weights, one.weights_arena)
         none: Floats = np.zeros((1, 1), dtype=np.float32)
         elements = np.concatenate(

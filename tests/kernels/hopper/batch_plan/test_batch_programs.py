@@ -198,7 +198,8 @@ def test_a_third_operand_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "found"), [(17, 256, "17 rows"), (4, 164, "rows of .164")]
+    ("rows", "columns", "found"),
+    [(17, 256, "17 rows"), (4, 164, "rows of .164"), (2, 2**20, "rows of .1048576")],
 )
 def test_what_no_body_takes_is_refused_by_name(rows: int, columns: int, found: str):
     m = Maker(rows)

@@ -12,7 +12,6 @@ from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
     FIELD_WORDS,
-    GROUP_UNITS,
     NORMED,
     PAIRED,
     BatchAttention,
@@ -24,7 +23,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     pack,
 )
 from distmega.kernels.hopper.plan.weight_order import matrix_columns, order_weights
-from distmega.kernels.hopper.plan.words import UNIT_ROWS, WORDS
+from distmega.kernels.hopper.plan.words import GROUP_UNITS, UNIT_ROWS, WORDS
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.models.config import ModelConfig
 from distmega.models.decoder import build_decoder

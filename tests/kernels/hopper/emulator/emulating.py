@@ -58,7 +58,7 @@ class Case:
         )
 
     def emulate(
-        self, values: Values, inputs: Sequence[Values], seed: int, num_slots: int = 12
+        self, values: Values, inputs: Sequence[Values], seed: int, num_slots: int | None = None
     ) -> list[list[Found]]:
         """What launches with these inputs leave on each rank."""
         ranks = range(len(self.queues))

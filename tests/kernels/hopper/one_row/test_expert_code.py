@@ -2,7 +2,7 @@
 
 import pytest
 
-from distmega.kernels.hopper.one_row.runner import num_stages, padded_tiles_k
+from distmega.kernels.hopper.plan.types import num_stages, padded_tiles_k
 from distmega.kernels.hopper.plan.words import TILE_BYTES
 from tests.kernels.hopper.expert_code import expert_code
 from tests.kernels.hopper.one_row.test_decode_code import LOADER_REGISTERS, LOADER_WARPS

@@ -214,6 +214,7 @@ def test_the_last_part_of_a_group_overlaps_the_one_before():
         ({"head_dim": 264}, "heads of 264"),
         ({"head_dim": 256, "ffn": 51200}, "heads of 256 beside a row of 51200"),
         ({"ffn": 8196}, "rows of"),
+        ({"ffn": 131072}, "a row of 131072"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused(changes, found):

@@ -1,0 +1,24 @@
+"""Words that several values share: none spills into its neighbour's bits."""
+
+import pytest
+
+from distmega.kernels.hopper.plan.words import join_bits, signed_bits
+
+
+def test_values_lie_one_behind_the_other():
+    word = join_bits((5, 0), (signed_bits(-2, 16), 8), (3, 24))
+    assert (word & 0xFF, word >> 8 & 0xFFFF, word >> 24) == (5, 0xFFFE, 3)
+
+
+@pytest.mark.parametrize(
+    "parts", [((256, 0), (1, 8)), ((-1, 0), (1, 8)), ((1, 0), (1 << 23, 8)), ((1 << 31, 0),)]
+)
+def test_a_value_that_its_bits_do_not_hold_is_a_fault(parts):
+    with pytest.raises(AssertionError, match="bits of"):
+        join_bits(*parts)
+
+
+@pytest.mark.parametrize("value", [1 << 15, -(1 << 15) - 1])
+def test_a_number_beyond_its_sign_is_a_fault(value):
+    with pytest.raises(AssertionError, match="in 16 bits"):
+        signed_bits(value, 16)
