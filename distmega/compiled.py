@@ -327,7 +327,7 @@ class CompiledProgram(OwnProcess):
 
     def _lower(self, local: LocalProgram) -> HostProgram:
         """The program by library ops, on GPUs by the kernels of rules that pay too."""
-        on_gpu = self.device.type == "cuda"
+        on_gpu, machine = self.device.type == "cuda", self.plan.machine
         host = lower_program(
             local,
             megakernel=False,
@@ -335,7 +335,7 @@ class CompiledProgram(OwnProcess):
             fuse=on_gpu,
             rules=self._rules,
             is_usable=pays if on_gpu else None,
-            sum_parts=choose_sum_parts if on_gpu else None,
+            sum_parts=partial(choose_sum_parts, num_sms=machine.num_sms) if on_gpu else None,
         )
         return run_passes(host)
 

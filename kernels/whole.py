@@ -158,10 +158,11 @@ class WholeKernel:
     def with_copied(
         self, states: Collection[str], traced: TracedKernel | None = None
     ) -> CopiedStates:
-        """The runner for a caller who keeps these states; traced: in its place."""
-        return CopiedStates(
-            runner=traced or self.runner, states={name: self.tensors[name] for name in states}
-        )
+        """The runner for a caller who keeps these states, of which it may use some; traced: in its
+        place.
+        """
+        used = {name: self.tensors[name] for name in states if name in self.tensors}
+        return CopiedStates(runner=traced or self.runner, states=used)
 
     def traced(self) -> TracedKernel:
         """The runner with stamps, of a GPU."""

@@ -8,6 +8,7 @@ engine.py runs them, cli/explain/ prints them.
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import dropwhile, takewhile
 
 from distmega.collecting import gc_paused
@@ -452,7 +453,8 @@ def lower_library_decode(decode_plan: DecodePlan) -> HostProgram:
     if on_gpu and staged.stage.num_stages == 1 and PEAKS in program.tensor_map():
         outputs = tuple(dict.fromkeys((*program.outputs, PEAKS)))
         local = replace(local, program=replace(local.program, outputs=outputs))
-    sum_parts = choose_sum_parts if on_gpu else None
+    num_sms = decode_plan.machine.num_sms
+    sum_parts = partial(choose_sum_parts, num_sms=num_sms) if on_gpu else None
     host = staged.lower(local, megakernel=False, peer_memory=shares, sum_parts=sum_parts)
     return host_late.run_passes(link_stage([StagePart(stage=staged.stage, host=host)]))
 

@@ -25,8 +25,9 @@ from distmega.kernels.events.verify import (
     make_grid,
     verify_events,
 )
+from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.graph import build_task_graph
-from distmega.kernels.tasks.tile import tile_segment
+from distmega.kernels.tasks.tile import find_disturbed, tile_segment
 from distmega.kernels.tasks.types import TaskEvents as EventTable
 from distmega.kernels.tasks.types import TaskGroup
 from distmega.program.kinds import kind_of
@@ -68,6 +69,14 @@ def analyse_events(
     tasks = ungroup(program)
     by_name = {op.name: op for op in tasks.ops}
     groups = [TaskGroup(op=by_name[grid.op], splits=grid.splits()) for grid in grids]
+    footprints = Footprints(tasks)
+    for group in groups:
+        if group.num_tasks > 1 and (disturbed := find_disturbed(group, footprints)):
+            raise ProgramError(
+                f"tiles of {group.op.name!r}, which read {disturbed!r} where others write it",
+                expected="tasks of one op that have nothing to do with each other",
+                remedy="give it no tiles: then it is one task",
+            )
     table = build_task_graph(tasks, groups, num_ranks)
     kinds = {op.name: op for op in program.ops}
     events: list[EventTensor] = []

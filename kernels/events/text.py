@@ -29,6 +29,7 @@ from distmega.kernels.events.values import (
     Extent,
 )
 from distmega.kernels.events.verify import verify_events
+from distmega.program.text import parse_number
 from distmega.program.types import Program
 
 
@@ -123,7 +124,7 @@ _EVENT = re.compile(
 _EXTENT = re.compile(rf"(\d+)|(?:ceil\((\w+)/(\d+)\)|rows\(({_NAME})/(\d+)\))<=(\d+)")
 _COUNT = re.compile(rf"(\d+|\[\d+(?:, \d+)+\])( active)?((?: {_NAME})*)")
 _COORDINATE = re.compile(
-    r"#(-?\d+)|d(\d+)\{([\d,]+)\}"
+    r"#(-?\d+)|d(\d+)\{(\d+(?:,\d+)*)\}"
     r"|(\()?([+-]?d\d+(?:\*-?\d+)?(?:[+-]d\d+(?:\*-?\d+)?)*)([+-]\d+)?"
     r"(?(4)\)(?=[/%])(?:/(\d+))?(?:%([1-9]\d*))?)"
 )
@@ -146,8 +147,8 @@ def parse_events(text: str, program: Program) -> EventGraph:
     events: list[EventTensor] = []
     for line in lines[1:]:
         if (match := _SYMBOL.fullmatch(line)) and match[1] not in symbols:
-            symbols[match[1]] = int(match[2])
-            symbol_dims[match[1]] = match[3], int(match[4])
+            symbols[match[1]] = parse_number(match[2])
+            symbol_dims[match[1]] = match[3], parse_number(match[4])
         elif match := _GRID.fullmatch(line):
             grids.append(_parse_grid(line, match))
         elif match := _EVENT.fullmatch(line):
@@ -172,7 +173,7 @@ def _parse_grid(line: str, match: re.Match[str]) -> TaskGrid:
     if starts:
         rows = GroupRows(
             starts=starts,
-            num_groups=int(num_groups),
+            num_groups=parse_number(num_groups),
             group_axis=group,
             row_axis=row,
             mesh_axis=mesh_axis,
@@ -182,7 +183,9 @@ def _parse_grid(line: str, match: re.Match[str]) -> TaskGrid:
         if dim is None:
             raise _unreadable(line)
         axis, extent, size, symbol = dim.groups(default="")
-        parsed.append(GridDim(axis=axis, extent=int(extent), size=int(size), symbol=symbol))
+        parsed.append(
+            GridDim(axis=axis, extent=parse_number(extent), size=parse_number(size), symbol=symbol)
+        )
     return TaskGrid(op=op, dims=tuple(parsed), rows=rows)
 
 
@@ -199,7 +202,7 @@ def _parse_event(line: str, match: re.Match[str], symbols: dict[str, int]) -> Ev
         count=_parse_count(line, count, symbols),
         waits=tuple((target[1], _parse_map(line, target[2])) for target in targets),
         sources=sources,
-        ranks=int(ranks or 1),
+        ranks=parse_number(ranks or "1"),
     )
 
 
@@ -209,7 +212,10 @@ def _parse_extent(line: str, text: str) -> Extent:
         raise _unreadable(line)
     fixed, symbol, size, starts, row_size, most = match.groups(default="")
     return Extent(
-        most=int(fixed or most), symbol=symbol, size=int(size or row_size or 1), starts=starts
+        most=parse_number(fixed or most),
+        symbol=symbol,
+        size=parse_number(size or row_size or "1"),
+        starts=starts,
     )
 
 
@@ -219,7 +225,7 @@ def _parse_count(line: str, text: str, symbols: dict[str, int]) -> Count:
         raise _unreadable(line)
     words = match[3].split()
     return Count(
-        each=tuple(map(int, match[1].strip("[]").split(", "))),
+        each=tuple(map(parse_number, match[1].strip("[]").split(", "))),
         active=bool(match[2]),
         symbol=" ".join(word for word in words if word in symbols),
         starts=" ".join(word for word in words if word not in symbols),
@@ -258,18 +264,19 @@ def _parse_coordinate(line: str, text: str) -> EventCoordinate:
         raise _unreadable(line)
     fixed, table_dim, values, _, terms, offset, divisor, modulus = match.groups()
     if fixed is not None:
-        return EventCoordinate(offset=int(fixed))
+        return EventCoordinate(offset=parse_number(fixed))
     if table_dim is not None:
-        numbers = tuple(map(int, values.split(",")))
-        return EventCoordinate(terms=((int(table_dim), 1),), values=numbers)
+        numbers = tuple(map(parse_number, values.split(",")))
+        return EventCoordinate(terms=((parse_number(table_dim), 1),), values=numbers)
     scales: dict[int, int] = {}
     for sign, dim, scale in _TERM.findall(terms):
-        scales[int(dim)] = scales.get(int(dim), 0) + int(f"{sign}1") * int(scale or 1)
+        number, factor = parse_number(dim), parse_number(f"{sign}1") * parse_number(scale or "1")
+        scales[number] = scales.get(number, 0) + factor
     found = EventCoordinate(
         terms=tuple(sorted((dim, scale) for dim, scale in scales.items() if scale)),
-        offset=int(offset or 0),
-        divisor=int(divisor or 1),
-        modulus=int(modulus or 0),
+        offset=parse_number(offset or "0"),
+        divisor=parse_number(divisor or "1"),
+        modulus=parse_number(modulus or "0"),
     )
     if found.terms or found.divisor < 1:
         return found

@@ -188,11 +188,16 @@ def _verify_ends(graph: EventGraph, event: EventTensor) -> None:
 
 def _count_triggers(graph: EventGraph, event: EventTensor) -> dict[Coordinates, int]:
     """Of each event, in order of coordinates, where all tasks run."""
-    shape = tuple(extent.most for extent in event.extents)
+    shape, num_triggers = tuple(extent.most for extent in event.extents), 0
+    for number, task in enumerate(graph.coordinates[event.producer]):
+        signals = event.notify.num_events(number, task)
+        if signals > event.num_events:
+            raise _broken(event, f"task {number} signals more", f"events of {shape}")
+        num_triggers += signals
+    if num_triggers < event.num_events:
+        raise _broken(event, counted(num_triggers, "trigger"), f"one for each event of {shape}")
     found = dict.fromkeys(grid_coordinates(shape), 0)
     for number, task in enumerate(graph.coordinates[event.producer]):
-        if event.notify.num_events(number, task) > len(found):
-            raise _broken(event, f"task {number} signals more", f"events of {shape}")
         for position in event.notify.events(number, task):
             if position not in found:
                 raise _broken(event, f"task {number} signals {position}", f"events of {shape}")

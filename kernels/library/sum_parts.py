@@ -13,9 +13,8 @@ LEAST_TERMS, MOST_TERMS = 1024, 14336
 """Extents that were measured."""
 ALIGNED = 64
 """Terms of a part are a multiple."""
-NUM_SMS = 132
 TILE_COLUMNS = 64
-"""Of the library's tiles, of which there are few to busy NUM_SMS where columns are few."""
+"""Of the library's tiles, of which there are few to busy the SMs where columns are few."""
 TERM_US = 0.00015
 """Gained by two parts for each term, which fewer tiles in turn have to add up."""
 IDLE_US = 1.0
@@ -30,20 +29,20 @@ LEAST_US = 0.25
 norms behind them."""
 
 
-def choose_sum_parts(rows: int, columns: int, terms: int) -> int:
-    """Of x [rows, terms] times w [columns, terms], of a half type."""
+def choose_sum_parts(rows: int, columns: int, terms: int, num_sms: int) -> int:
+    """Of x [rows, terms] times w [columns, terms], of a half type, on a GPU of num_sms SMs."""
     measured = (
         LEAST_ROWS <= rows <= MOST_ROWS
         and LEAST_COLUMNS <= columns <= MOST_COLUMNS
         and LEAST_TERMS <= terms <= MOST_TERMS
     )
     tiles = -(-columns // TILE_COLUMNS)
-    parts = 4 if 4 * tiles <= NUM_SMS // 2 else 2
+    parts = 4 if 4 * tiles <= num_sms // 2 else 2
     if not measured or terms % (parts * ALIGNED):
         return 1
-    if choose_small_tiles(rows, columns, terms, NUM_SMS, has_formula=False):
+    if choose_small_tiles(rows, columns, terms, num_sms, has_formula=False):
         return 1
-    idle_us = IDLE_US * max(0.0, 1 - 2 * tiles / NUM_SMS)
+    idle_us = IDLE_US * max(0.0, 1 - 2 * tiles / num_sms)
     lost_us = RESULT_US * rows * columns + WIDE_US * (columns > WIDE_COLUMNS)
     gained_us = OTHER_US + TERM_US * terms + idle_us - lost_us
     return parts if gained_us >= LEAST_US else 1

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from distmega.folders import cache_folder
 from distmega.hostir.comm.plain import gather_bytes
 from distmega.json_file import parse_json_text, read_json_file
+from distmega.kernels.gemm.times.rates_file import library_versions
 from distmega.kernels.pipelined.choices import KernelChoice
 from distmega.whole_file import replace_text
 
@@ -86,7 +87,11 @@ def pick(
 
 
 def _on_this_gpu(key: str) -> str:
-    return f"{torch.cuda.get_device_name()}: {key}"
+    """A shape class where its times hold: on GPUs of this name, with these versions of what
+    compiles and starts kernels.
+    """
+    versions = (f"{name} {version}" for name, version in library_versions().items())
+    return f"{', '.join((torch.cuda.get_device_name(), *versions))}: {key}"
 
 
 def known_choice(key: str, candidates: Sequence[KernelChoice]) -> KernelChoice:
@@ -169,8 +174,12 @@ def tuning(path: Path = CHOICES) -> Iterator[None]:
     """
     _table.measuring = True
     _table.version += 1
+    before = dict(_table.known())
     try:
         yield
+    except BaseException:
+        _table.entries = before  # other ranks have not measured what this one has
+        raise
     finally:
         _table.measuring = False
     many = dist.is_initialized() and dist.get_world_size() > 1

@@ -22,6 +22,9 @@ MOST_THREADS = 16
 _PARSING = threading.Lock()
 _parse = triton.JITFunction.parse
 _here = threading.local()
+_guarding = threading.Lock()
+_num_parsing = 0
+"""Blocks that are under way in which threads parse one at a time."""
 
 
 def _parse_alone(function: triton.JITFunction) -> Any:
@@ -101,12 +104,18 @@ class _Loading(Executor):
 
 @contextmanager
 def _parsing_in_turn() -> Iterator[None]:
-    """Within it threads parse kernels one at a time: Python 3.11 counts the depth of all threads'
-    syntax trees together, and raises SystemError where the garbage collector lets another thread in
-    (python/cpython#106905).
+    """Within it, until the last such block ends, threads parse kernels one at a time: Python 3.11
+    counts the depth of all threads' syntax trees together, and raises SystemError where the garbage
+    collector lets another thread in (python/cpython#106905).
     """
-    triton.JITFunction.parse = _parse_alone
+    global _num_parsing
+    with _guarding:
+        _num_parsing += 1
+        triton.JITFunction.parse = _parse_alone
     try:
         yield
     finally:
-        triton.JITFunction.parse = _parse
+        with _guarding:
+            _num_parsing -= 1
+            if not _num_parsing:
+                triton.JITFunction.parse = _parse

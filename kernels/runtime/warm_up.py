@@ -41,7 +41,7 @@ def begin(device: torch.device, keep: Keep) -> None:
 
 def finish() -> None:
     """Waits for what was begun. Whoever compiles or captures does it first."""
-    for threads in _begun.values():
+    for threads in list(_begun.values()):  # an engine may begin meanwhile
         for thread in threads:
             thread.join()
 

@@ -104,14 +104,22 @@ def verify_groups(segment: Program, groups: Sequence[TaskGroup]) -> None:
                 raise _illegal(
                     group, f"tasks that write {write.tensor!r} unevenly", "one task an element"
                 )
-            for read in group.op.reads:
-                if footprints.base(read.tensor) != footprints.base(write.tensor):
-                    continue
-                meet = footprints.overlap(footprints.footprint(group, read), ours)
-                if meet[~np.eye(len(meet), dtype=np.bool_)].any():
-                    raise _illegal(
-                        group, f"tasks that read {read.tensor!r} of others", "independent tasks"
-                    )
+        if disturbed := find_disturbed(group, footprints):
+            raise _illegal(group, f"tasks that read {disturbed!r} of others", "independent tasks")
+
+
+def find_disturbed(group: TaskGroup, footprints: Footprints) -> str:
+    """A tensor of which one task of a group reads what another writes; empty if there is none."""
+    for write in group.op.writes:
+        for read in group.op.reads:
+            if footprints.base(read.tensor) != footprints.base(write.tensor):
+                continue
+            meet = footprints.overlap(
+                footprints.footprint(group, read), footprints.footprint(group, write)
+            )
+            if meet[~np.eye(len(meet), dtype=np.bool_)].any():
+                return read.tensor
+    return ""
 
 
 def accessed_bytes(op: Op, tensors: dict[str, Tensor]) -> int:

@@ -26,7 +26,13 @@ from distmega.kernels.ugraphs.values import (
 from distmega.program.dtypes import item_bytes
 from distmega.sharding.search.cost import DEVICES, Machine
 from distmega.superopt.chains import joined_program
-from distmega.superopt.graph.cost import num_functions, program_us
+from distmega.superopt.graph.cost import (
+    CACHE_RATE,
+    SPLIT_COST,
+    VECTOR_COST,
+    num_functions,
+    program_us,
+)
 from distmega.superopt.graph.named import Dims
 from distmega.superopt.graph.regrid import (
     Parts,
@@ -51,16 +57,8 @@ from distmega.superopt.rules import RewriteRule
 LATENCY_US = 0.9
 """From a load to its data when memory is busy."""
 
-CACHE_RATE = 1.5
-"""How many times faster the L2 cache feeds an SM than memory feeds its share."""
-
 ROUND_US = 0.15
 """What an iteration takes besides: barriers, and reductions among warps."""
-
-SPLIT_INSTRUCTIONS = 100
-"""Per element of a product's operand that is split in two: it goes from registers to shared memory
-and back before tensor cores may start.
-"""
 
 LANES_PER_US = 128 * 1700.0
 """Instructions of an SM."""
@@ -70,8 +68,7 @@ SHUFFLE_US = 25 / 1700.0
 """Of one thread: until a sum can be added to, and until it has come to another one."""
 
 LOAD_INSTRUCTIONS = 1.5
-PRODUCT_INSTRUCTIONS = 2.5
-"""Per element: of a load that is used, of a multiply-add without tensor cores."""
+"""Per element of a load that is used."""
 
 THREAD_ELEMENTS = 64
 """Elements of one value that a thread holds, at most."""
@@ -307,12 +304,12 @@ class _Block:
         if self._is_product(op):
             split = sum(self.of(self.axes[arg]) for arg in op.args if arg not in self._halves)
             multiplied = self.of({*op.axes, *op.reduced}) / 8
-            return rounds * (read + SPLIT_INSTRUCTIONS * split + multiplied)
+            return rounds * (read + SPLIT_COST * split + multiplied)
         if op.kind == "map":
             return rounds * num_functions("map", op.expr) * self.of(op.axes)
         if op.kind == "cat":
             return 0.0
-        return rounds * PRODUCT_INSTRUCTIONS * self._spread(op)
+        return rounds * VECTOR_COST * self._spread(op)
 
     def time_us(self, launch: GraphLaunch, machine: Machine) -> float:
         """Of the whole launch; inf where a block fits no SM."""

@@ -3,6 +3,7 @@ kernels, agree with the same program run by torch op by op and with float64, als
 """
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.library import row_steps
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.library.sum_parts import choose_sum_parts
+from distmega.kernels.machines import H200
 from distmega.kernels.pipelined import api
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
@@ -49,7 +51,11 @@ def block(rows: int, hidden: int, ffn: int, dtype: str) -> Program:
 
 def lowered(program: Program) -> HostProgram:
     raw = lower_program(
-        local(program), megakernel=False, peer_memory=False, fuse=True, sum_parts=choose_sum_parts
+        local(program),
+        megakernel=False,
+        peer_memory=False,
+        fuse=True,
+        sum_parts=partial(choose_sum_parts, num_sms=H200.num_sms),
     )
     return run_passes(raw)
 

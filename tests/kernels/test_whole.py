@@ -115,6 +115,19 @@ def test_a_state_that_leaves_is_that_of_the_caller():
     assert torch.equal(given, torch.full((4,), 2.0))
 
 
+@pytest.mark.parametrize("megakernel", [True, False])
+def test_a_state_that_no_op_uses_is_left_alone(megakernel: bool):
+    p = ProgramBuilder("unused")
+    x = p.input("x", (4, 4))
+    p.state("s", (4,))
+    program = p.build(x.map("a0 + 1").map("2.0 * a0"))
+    plan = plan_program(program, MESH, CPU)
+    step = CompiledProgram(plan, SingleCommunicator(MESH), megakernel=megakernel)
+    given = step.parts({"x": torch.ones(4, 4), "s": torch.ones(4)})
+    (found,) = step(given).values()
+    assert (found == 4).all() and (given["s"] == 1).all()  # noqa: PT018
+
+
 def test_states_are_those_of_the_program():
     step = compiled(counting(), megakernel=True, warm=True)
     step.load({"total": torch.ones(4)})

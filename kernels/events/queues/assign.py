@@ -128,10 +128,20 @@ def with_waits(queues: Queues) -> Queues:
     a count is read on what writes it.
     """
     graph = queues.graph
+    told = {
+        producer: event
+        for event, producers in graph.producers.items()
+        for producer in producers
+        if graph.sources_of[event[0]] == "own"
+    }
 
     def first_waits(task: TaskId) -> tuple[EventId, ...]:
         writers = {op for starts in starts_read(graph, task) for op in graph_writers(graph, starts)}
-        return tuple(e for e in graph.waits.get(task, ()) if _producer(graph, e) in writers)
+        waits = [e for e in graph.waits.get(task, ()) if _producer(graph, e) in writers]
+        awaited = {_producer(graph, e) for e in waits}
+        # what a task counts by, and does not read itself
+        others = [(op, 0) for op in sorted(writers - awaited)]
+        return tuple(waits + [told[writer] for writer in others if writer in told])
 
     def filled(entry: Entry) -> Entry:
         first = first_waits(entry.task)

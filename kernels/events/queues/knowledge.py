@@ -138,14 +138,16 @@ class Knowledge:
         guards: tuple[Guard, ...],
         needed: int,
     ) -> tuple[tuple[EventId, ...], int]:
-        """The events that are awaited, and what is known after them."""
+        """The events that are awaited, and what is known after them: of what the events tell, all
+        that is needed, whichever of them have been left out.
+        """
         kept = list(events)
         if self.prune:
             own = [event for event in events if self.graph.sources_of[event[0]] == "own"]
+            told = self.bits(p for event in own for p in self.graph.producers[event]) & needed
             for event in sorted(own, key=lambda e: self._latest(e)):
                 others = [each for each in kept if each != event]
-                known = base | self._learnt(others, guards)
-                if self.bits(self.graph.producers[event]) & needed & ~known == 0:
+                if told & ~(base | self._learnt(others, guards)) == 0:
                     kept = others
         return tuple(kept), base | self._learnt(kept, guards)
 

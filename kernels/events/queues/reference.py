@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from distmega.errors import ProgramError
+from distmega.hostir.ir.uses import storage_of
 from distmega.hostir.library.ops import compile_op, op_operands
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.events.graph import EventGraph, TaskId
@@ -46,7 +47,15 @@ class TileReference:
         """given: inputs, weights and states by name. at: the rank's coordinate. symbols: values."""
         self.graph, self.at, self.symbols = graph, at, symbols
         self.ops = {op.name: op for op in graph.program.ops}
-        written = {access.tensor for op in graph.program.ops for access in op.writes}
+        sources = {
+            op.writes[0].tensor: op.reads[0].tensor for op in graph.program.ops if op.is_view
+        }
+        written = {
+            storage_of(access.tensor, sources)
+            for op in graph.program.ops
+            if not op.is_view
+            for access in op.writes
+        }
         shared = _shared_rows(graph)
         self.tensors = {n: x.clone() if n in written else x for n, x in given.items()}
         for tensor in graph.program.tensors:

@@ -313,7 +313,7 @@ def unfit(found: str, *, most_rows: int = 0) -> UnsupportedError:
     rows = f"at most {counted(most_rows, 'row')}" if most_rows else "rows"
     return UnsupportedError(
         f"the persistent kernel can't do {found}",
-        expected=f"{rows} of a multiple of {ROW_MULTIPLE} elements that an SM's memory holds, heads of"
-        f" a multiple of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}",
+        expected=f"{rows} of a multiple of {ROW_MULTIPLE} elements that an SM's memory holds,"
+        f" heads of a multiple of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}",
         remedy="run the segment by library ops",
     )

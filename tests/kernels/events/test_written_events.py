@@ -174,6 +174,9 @@ def test_maps_are_affine_in_all_coordinates(event: str, triggers: int):
         ("d0+d2", VerifyError),
         ("d0*4+d1-1", VerifyError),
         ("d0..d0+99999999999", VerifyError),
+        ("d0{,}", ParseError),
+        ("d0{0,,1,2}", ParseError),
+        (f"d0+{'9' * 5000}", ParseError),
     ],
 )
 def test_places_that_are_none_are_named(place: str, error: type[Exception]):
@@ -192,6 +195,14 @@ def test_coordinates_that_cancel_leave_an_offset():
     graph = parse_events(text.format("(d1*2-d1*2+6)/4%2"), grid_chain(4))
     assert "from P(#1) count [0, 16] to C(#1)" in print_events(graph)
     assert parse_events(print_events(graph), grid_chain(4)) == graph
+
+
+def test_events_that_nobody_can_trigger_are_refused_before_they_are_counted():
+    """A count of each of 16777216 took 22 s."""
+    tasks = "  tasks P(i0:4/1, i1:4/1)\n  tasks C(i0:4/1, i1:4/1)\n"
+    event = f"  event E[{1 << 24}] own from P(d0*4+d1) count 1 to C(d0*4+d1)\n"
+    with pytest.raises(VerifyError, match="16 triggers; expected one for each event"):
+        parse_events(f"events grid\n{tasks}{event}", grid_chain(4))
 
 
 @pytest.mark.parametrize("counter", [16, 1 << 32])

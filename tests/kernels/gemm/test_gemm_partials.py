@@ -9,9 +9,11 @@ from distmega.kernels.gemm.device.arguments import SliceRing, TileGrid
 from distmega.kernels.gemm.times.tile_times import NUM_WORDS
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
-kernel = pytest.importorskip("distmega.kernels.gemm.device.kernel")
-order = pytest.importorskip("distmega.kernels.gemm.device.order")
-spec = pytest.importorskip("distmega.kernels.gemm.device.spec")
+from distmega.kernels.gemm.device import (
+    kernel,
+    order,
+    spec,
+)
 
 CHUNK_ROWS, COLUMNS, STAGES = 6, 5, 4
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'distmega[gpu]')")
-module = pytest.importorskip("distmega.kernels.gemm.workspace")
+from distmega.kernels.gemm import workspace as module
 
 NUM_WORDS = module.NUM_WORDS
 

@@ -54,6 +54,18 @@ def test_threads_that_parse_at_once():
     assert inspect.getattr_static(triton.JITFunction, "parse") is parse
 
 
+def test_the_first_of_two_blocks_to_end_leaves_the_other_guarded():
+    """As those of two engines that open in two threads."""
+    parse = inspect.getattr_static(triton.JITFunction, "parse")
+    one, other = ahead._parsing_in_turn(), ahead._parsing_in_turn()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert inspect.getattr_static(triton.JITFunction, "parse") is not parse
+    other.__exit__(None, None, None)
+    assert inspect.getattr_static(triton.JITFunction, "parse") is parse
+
+
 @triton.jit
 def scale_kernel(x, y, factor: tl.constexpr, block: tl.constexpr):
     places = tl.arange(0, block)

@@ -405,17 +405,33 @@ def sum_half(o, ml, scratch):
 
 
 @gluon.jit
-def store_output(
-    acts, first, y, query0, sequence, h: gl.constexpr, D: gl.constexpr, G: gl.constexpr,
-    ROWS: gl.constexpr,
-):
-    """bf16 pairs of 64 columns of G queries' outputs into the activations from element `first`."""
+def are_stored(r, head, spec: gl.constexpr):
+    """Which queries r of number `head` of the heads it stores. The last part of a kv head leaves
+    out those that the one before has, too: the line cuts its blocks elsewhere, so that their sums
+    round to other bits.
+    """
+    G: gl.constexpr = spec.num_queries
+    PARTS: gl.constexpr = spec.num_parts
+    GROUP: gl.constexpr = spec.num_heads // spec.num_kv_heads
+    mine = r < G
+    if PARTS * G > GROUP:
+        mine = mine & ((r >= PARTS * G - GROUP) | (head % PARTS + 1 < PARTS))
+    return mine
+
+
+@gluon.jit
+def store_output(acts, first, y, head, query0, sequence, h: gl.constexpr, spec: gl.constexpr):
+    """bf16 pairs of 64 columns of outputs into the activations from element `first`: of the queries
+    of number `head` of the heads, from query0 on.
+    """
+    D: gl.constexpr = spec.head_dim
+    ROWS: gl.constexpr = spec.rows
     a, b = gl.split(gl.reshape(y, [GROUP_LIMIT, 32, 2]))
     payload = gl.convert_layout(bf16_pair(a, b), PAIR_OUT)
     r = gl.expand_dims(gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, PAIR_OUT)), 1)
     pair = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, PAIR_OUT)), 0)
     column = (query0 + r) * D + h * 64 + pair * 2
-    mine = r < G
+    mine = are_stored(r, head, spec)
     if is_padded(D):
         mine = mine & (h * 64 + pair * 2 < D)
     at = acts + of_rows(first // 2, ROWS) + pair_index(column, sequence, ROWS)
@@ -472,12 +488,13 @@ def join_partial(o, m, l, y, highest, sums):
 
 @gluon.jit
 def combine(
-    acts, first, partials, query0, sequence, first_sm, num, D: gl.constexpr, G: gl.constexpr,
-    ROWS: gl.constexpr,
+    acts, first, partials, head, query0, sequence, first_sm, num, spec: gl.constexpr
 ):
     """The output from the partials of SMs first_sm on: the first's second, the others' first. Four
-    are asked for at a time, and join in the SMs' order.
+    are asked for at a time, and join in the SMs' order. head, query0: as of store_output.
     """
+    D: gl.constexpr = spec.head_dim
+    ROWS: gl.constexpr = spec.rows
     OUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0])
     SPAN: gl.constexpr = padded_columns(D)
     o = gl.zeros([GROUP_LIMIT, SPAN], gl.float32, layout=OUT)
@@ -499,7 +516,7 @@ def combine(
     r = gl.expand_dims(gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, PAIRED)), 1)
     pair = gl.expand_dims(gl.arange(0, SPAN // 2, layout=gl.SliceLayout(0, PAIRED)), 0)
     column = (query0 + r) * D + pair * 2
-    mine = r < G
+    mine = are_stored(r, head, spec)
     if is_padded(D):
         mine = mine & (pair * 2 < D)
     at = acts + of_rows(first // 2, ROWS) + pair_index(column, sequence, ROWS)
@@ -716,7 +733,7 @@ def attention_task(
                 y, highest, sums = sum_half(o0 if h == 0 else o1, ml, scratch)
             if is_whole:
                 y = y / gl.expand_dims(sums, 1)
-                store_output(memory.acts, words[DST], y, query0, sequence, h, D, G, spec.rows)
+                store_output(memory.acts, words[DST], y, head, query0, sequence, h, spec)
             else:
                 store_partial(memory.partials, slot, y, highest, sums, h, 64 * HALVES)
         if spec.rows == BATCH:  # noqa: SIM102  a constant
@@ -732,8 +749,8 @@ def attention_task(
                 gl.store(arrival, 0)
                 num_partials = last_sm - first_sm + 1
                 combine(
-                    memory.acts, words[DST], memory.partials, query0, sequence, first_sm,
-                    num_partials, D, G, spec.rows,
+                    memory.acts, words[DST], memory.partials, head, query0, sequence, first_sm,
+                    num_partials, spec,
                 )
         start += num
         left -= num

@@ -45,6 +45,7 @@ from distmega.sharding.planner import plan_program
 from tests.calls import num_calls
 from tests.hostir.programs import run_program, shard_tensors
 from tests.kernels.events.test_events import GATHERED, rows_and_heads
+from tests.program.experts import moe_block
 
 Ids = list[list[int]]
 
@@ -591,3 +592,58 @@ def test_ranks_wait_for_the_experts_that_others_have(num_ranks: int, num_experts
             parts = [shard_tensors(tensors, local, rank) for rank in local.mesh.ranks]
             for launch in run_ranks(queues, parts, local.mesh, seed=seed):
                 torch.testing.assert_close(launch.tensors["y"], expected["y"])
+
+
+def test_what_a_dropped_wait_told_is_still_told():
+    """A wait was left out for another that taught the same, and that one then, too."""
+    p = ProgramBuilder("s")
+    x = p.input("x", (4, 2))
+    first, other = x.map("exp(a0)", name="A"), x.map("-a0", name="U")
+    program = p.build(first.map("a0 + a1", other, name="C"))
+    tiles = {"A": {"i0": 1}, "U": {"i0": 2}, "C": {"i0": 3, "i1": 1}}
+    graph = analyse_events(program, tiles, symbols={"B": ("x", 0)})
+    for num_sms in (1, 2, 3, 4):
+        check_queues(make_queues(graph, num_sms))
+
+
+def test_tasks_of_guards_of_experts_keep_the_waits_that_they_need():
+    tiles = {"gate": {"r": 3}, "up": {"r": 2}, "mixed": {"r": 3, "i0": 1}}
+    graph = analyse_events(moe_block(4, 2, 3, 2, 2), tiles)
+    for num_sms in range(1, 6):
+        check_queues(make_queues(graph, num_sms, "never"))
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 8, 20])
+def test_who_counts_by_starts_awaits_what_writes_them(num_sms: int):
+    """An op that reads grouped rows alone: how many tasks made them, the starts say."""
+    p = ProgramBuilder("w")
+    x, ids = p.input("x", (4, 8)), p.input("ids", (4, 2), "i32")
+    rows = p.gather_rows(x, p.route(ids, 4, name="routing"), name="rows")
+    program = p.build(p.reduce(rows, 0, name="sum"))
+    queues = make_queues(analyse_events(program, {"rows": {"e": 1, "r": 2}}), num_sms, "never")
+    check_queues(queues)
+    given = {"x": torch.rand(4, 8), "ids": torch.tensor([[0, 1], [0, 2], [0, 1], [3, 0]]).int()}
+    found = run_queues(queues, given).tensors["sum"]
+    torch.testing.assert_close(found, 2 * given["x"].sum(0))
+
+
+def test_tiles_of_an_op_that_disturb_each_other_are_refused():
+    p = ProgramBuilder("turned")
+    state = p.state("s", (4, 4))
+    p.set(p.transpose(state, (1, 0), view=True, name="v"), into=state, name="put")
+    program = p.build(state.map("a0", name="out"))
+    with pytest.raises(ProgramError, match="tiles of 'put', which read 'v' where others write it"):
+        analyse_events(program, {"put": {"i0": 1}})
+    queues = make_queues(analyse_events(program, {}), 3)
+    given = torch.rand(4, 4)
+    torch.testing.assert_close(run_queues(queues, {"s": given}).tensors["out"], given.T)
+
+
+def test_states_written_through_a_view_stay_too():
+    p = ProgramBuilder("shown")
+    x, state = p.input("x", (8,)), p.state("s", (9,))
+    p.set(x, into=p.slice(state, 0, 1, 9, view=True, name="hi"), name="put")
+    queues = make_queues(analyse_events(p.build(state.map("a0", name="out")), {}), 2)
+    given = {"s": torch.zeros(9), "x": torch.ones(8)}
+    assert run_queues(queues, given).tensors["out"].sum() == 8
+    assert not given["s"].any()
