@@ -381,7 +381,7 @@ class CompiledProgram(OwnProcess):
         for name, part in self.parts(wholes).items():
             if name not in self._bound:
                 raise _unbound(name)
-            self._bound[name].copy_(part)
+            self._bound[name].detach().copy_(part)
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

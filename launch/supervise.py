@@ -206,5 +206,6 @@ def _explain_silence(
     return RankFailure(
         f"no news for {limit_s:g} s from {', '.join(late)}",
         expected="a value, or the end, from every rank within that time",
-        remedy="see where the ranks stand; if they are only slow, raise DISTMEGA_TIMEOUT_S",
+        remedy="see where the ranks stand; if they are only slow, raise DISTMEGA_TIMEOUT_S, or"
+        " timeout_s where that was given",
     )

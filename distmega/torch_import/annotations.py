@@ -12,12 +12,17 @@ from distmega.errors import PlanError
 from distmega.program.types import Program
 from distmega.sharding.layout.placements import Layout
 
+NO_ALIASES: Mapping[str, str] = {}
 
-def match_annotations(program: Program, patterns: Mapping[str, Layout]) -> dict[str, Layout]:
+
+def match_annotations(
+    program: Program, patterns: Mapping[str, Layout], aliases: Mapping[str, str] = NO_ALIASES
+) -> dict[str, Layout]:
     """Layouts of the weights, states and inputs that patterns name; the later of two patterns wins.
 
     A pattern is a tensor's name or a module's, with the wildcards * ? [ ]; of a module, it means
-    its parameters and buffers. PlanError for one that names nothing, and for what is no mapping.
+    its parameters and buffers. aliases: other names of tensors, of weights that modules share.
+    PlanError for a pattern that names nothing, and for what is no mapping.
     """
     if not isinstance(patterns, Mapping):
         raise PlanError(
@@ -26,6 +31,7 @@ def match_annotations(program: Program, patterns: Mapping[str, Layout]) -> dict[
             remedy='write {"*.up_proj.weight": shard(0, "tp")}',
         )
     names = [tensor.name for tensor in program.tensors if tensor.role != "temp"]
+    known = {**aliases, **{name: name for name in names}}
     found: dict[str, Layout] = {}
     for pattern, layout in patterns.items():
         if not isinstance(pattern, str):
@@ -34,8 +40,8 @@ def match_annotations(program: Program, patterns: Mapping[str, Layout]) -> dict[
                 expected="a pattern of names",
                 remedy='write {"*.up_proj.weight": shard(0, "tp")}',
             )
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        matched = matched or [name for name in names if fnmatchcase(name, f"{pattern}.*")]
+        matched = [known[name] for name in known if fnmatchcase(name, pattern)]
+        matched = matched or [known[name] for name in known if fnmatchcase(name, f"{pattern}.*")]
         if not matched:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             raise PlanError(

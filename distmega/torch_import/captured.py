@@ -7,6 +7,7 @@ the module is. Start at `capture`; next on the walk: exported.py.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ class Captured:
 
     Attributes:
         graph: The program, and how its inputs and outputs follow from the module's.
-        tensors: Weights and the first values of states, by name; they are the module's own.
+        found: Weights and the first values of states at capture, by name.
+        targets: Of those that are the module's own their names there.
         module: What was captured.
         signature: Shapes and types of inputs that are tensors; the others, which the program has as
             they are.
@@ -68,7 +70,8 @@ class Captured:
     """
 
     graph: Graph
-    tensors: Mapping[str, Tensor]
+    found: Mapping[str, Tensor]
+    targets: Mapping[str, str]
     module: nn.Module
     signature: Signature
     in_spec: pytree.TreeSpec
@@ -85,6 +88,26 @@ class Captured:
         """Operators that torch runs, replicated over ranks, and how often each stands."""
         return self.graph.opaque
 
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Weights and the first values of states, by name, as the module has them now. CaptureError
+        for one that has another shape or type since.
+        """
+        tensors = dict(self.found)
+        for name, target in self.targets.items():
+            now = _tensor_of(self.module, target)
+            if now is None:
+                continue
+            held = hold(now.detach())
+            if (held.shape, held.dtype) != (tensors[name].shape, tensors[name].dtype):
+                raise CaptureError(
+                    f"{target!r} of shape {tuple(now.shape)} and {now.dtype}",
+                    expected=f"{tuple(tensors[name].shape)} and {tensors[name].dtype}, as captured",
+                    remedy="capture the module again",
+                )
+            tensors[name] = held
+        return tensors
+
     def plan(
         self,
         mesh: DeviceMesh | None = None,
@@ -100,9 +123,21 @@ class Captured:
             self.program,
             DeviceMesh(tp=1) if mesh is None else mesh,
             machine,
-            match_annotations(self.program, {} if annotations is None else annotations),
+            match_annotations(
+                self.program, {} if annotations is None else annotations, self._aliases()
+            ),
             memory_limit_bytes,
         )
+
+    def _aliases(self) -> dict[str, str]:
+        """All names that the module has for a weight or state, with its name in the program."""
+        module = self.module
+        own = {id(_tensor_of(module, target)): name for name, target in self.targets.items()}
+        shown = chain(
+            module.named_parameters(remove_duplicate=False),
+            module.named_buffers(remove_duplicate=False),
+        )
+        return {alias: own[id(x)] for alias, x in shown if id(x) in own}
 
     def compile(
         self,
@@ -183,7 +218,7 @@ class CapturedModule(OwnProcess):
             given[name].copy_(unhold(out[result], given[name].dtype))
         whole = {x.name: _whole(x, out) for x in graph.outputs if isinstance(x, Output)}
         leaves = [
-            late[x.position] if isinstance(x, Late) else self._result(x, whole, flat, step.captured)
+            late[x.position] if isinstance(x, Late) else self._result(x, whole, flat, step.tensors)
             for x in graph.outputs
         ]
         return pytree.tree_unflatten(leaves, step.captured.out_spec)
@@ -205,9 +240,15 @@ class CapturedModule(OwnProcess):
         return part is not None and on_cpu and part.data_ptr() == whole.data_ptr()
 
     def _result(
-        self, leaf: object, whole: Mapping[str, Tensor], flat: Sequence[Any], captured: Captured
+        self,
+        leaf: object,
+        whole: Mapping[str, Tensor],
+        flat: Sequence[Any],
+        tensors: Mapping[str, Tensor],
     ) -> object:
-        """One of the module's flat results. whole: outputs by name, in their own types."""
+        """One of the module's flat results. whole: outputs by name, in their own types; tensors:
+        as of _CapturedStep.
+        """
         match leaf:
             case Output(name=name, is_number=True):
                 return whole[name].item()
@@ -216,7 +257,7 @@ class CapturedModule(OwnProcess):
             case Shared(source=int(position), views=views):
                 return apply_views(flat[position], views)
             case Shared(source=str(name), views=views):
-                return apply_views(captured.tensors[name].to(self._device), views)
+                return apply_views(tensors[name].to(self._device), views)
             case Empty(shape=shape, dtype=dtype, on_meta=on_meta):
                 return torch.empty(shape, dtype=dtype, device="meta" if on_meta else self._device)
         return leaf
@@ -256,20 +297,22 @@ class CapturedModule(OwnProcess):
         """A program ready to run, on the weights and states that are there already."""
         compiled = CompiledProgram(plan, self._comm, self._device)
         constants: dict[str, Tensor] = {}
-        for name, whole in captured.tensors.items():
+        tensors = captured.tensors
+        for name, whole in tensors.items():
             owner = constants if name in captured.graph.constants else self._persistent
             if name not in owner:
                 owner[name] = _part(compiled, name, whole)
         owners = {**self._persistent, **constants}
-        compiled.bind({name: owners[name] for name in captured.tensors})
+        compiled.bind({name: owners[name] for name in tensors})
         end = captured.graph.ending
         return _CapturedStep(
             captured=captured,
+            tensors=tensors,
             compiled=compiled,
             wholes={
-                name: captured.tensors[name].to(self._device)
+                name: tensors[name].to(self._device)
                 for name in (end.operands if end else ())
-                if name in captured.tensors
+                if name in tensors
             },
             ending=open_graph(end.call) if end else None,
         )
@@ -278,10 +321,11 @@ class CapturedModule(OwnProcess):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CapturedStep:
     """A program for inputs of some shapes, its weights, states and constants bound, and what runs
-    behind it on whole tensors.
+    behind it on whole tensors. tensors: whole weights as they were then.
     """
 
     captured: Captured
+    tensors: Mapping[str, Tensor]
     compiled: CompiledProgram
     wholes: Mapping[str, Tensor]
     ending: Callable[[Sequence[Tensor]], list[Any]] | None
@@ -356,11 +400,17 @@ def capture(
         raise
     graph = convert(exported, type(module).__name__)
     stored = {**exported.constants, **exported.state_dict}
-    tensors = {name: hold(stored[target].detach()) for name, target in graph.targets.items()}
+    found = {name: hold(stored[target].detach()) for name, target in graph.targets.items()}
+    own = {
+        name: target
+        for name, target in graph.targets.items()
+        if _tensor_of(module, target) is stored[target]
+    }
     flat, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     return Captured(
         graph=graph,
-        tensors={**tensors, **graph.constants},
+        found={**found, **graph.constants},
+        targets=own,
         module=module,
         signature=_signature(flat),
         in_spec=in_spec,
@@ -399,6 +449,16 @@ def _require_apart(given: Mapping[str, Tensor], updated: Collection[str]) -> Non
                     expected=f"memory of its own for {name}, which the module overwrites",
                     remedy=f"give a copy: {name}.clone()",
                 )
+
+
+def _tensor_of(module: nn.Module, target: str) -> Tensor | None:
+    """A parameter or buffer of a module by its name there; None if it has none."""
+    path, _, name = target.rpartition(".")
+    try:
+        found = getattr(module.get_submodule(path), name)
+    except AttributeError:
+        return None
+    return found if isinstance(found, Tensor) else None
 
 
 def _require_values(tensors: Mapping[str, Tensor]) -> None:

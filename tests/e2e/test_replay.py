@@ -285,6 +285,14 @@ def test_a_warm_program_has_tensors_of_its_own(graphs: list[Graph]):
     assert torch.equal(step.tensors["s"], torch.ones(2, 4))
 
 
+def test_a_bound_parameter_is_loaded():
+    step = compile_counter(warm=False)
+    given = {"x": torch.ones(2, 4), "s": torch.zeros(2, 4)}
+    step({"w": torch.nn.Parameter(torch.zeros(4, 4)), **given})
+    step.load({"w": torch.eye(4)})
+    assert torch.equal(step({"x": torch.ones(2, 4)})["y"], torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("replay", [True, False])
 def test_inputs_are_copied_to_those_of_a_warm_program(replay: bool, graphs: list[Graph]):
     """Without a capture a call, and calls that leave them out find the last."""

@@ -15,7 +15,8 @@ import distmega
 from distmega.compiled import CompiledProgram
 from distmega.errors import CaptureError, MeshError, PlanError, RankFailure, RequestError
 from distmega.program.text import parse_program, print_program
-from distmega.sharding.layout.placements import Layout, Shard
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import Layout, Shard, shard
 from distmega.torch_import.conversion.memory import order_of_dims
 from tests.torch_import.running import assert_close, call, check_module, open_ranks
 
@@ -315,6 +316,40 @@ def test_weights_without_values_are_planned_and_not_compiled():
     assert "linear" in captured.plan().explain()
     with pytest.raises(CaptureError, match="2 weights on the meta device: weight, bias"):
         captured.compile()
+    module.to_empty(device="cpu").load_state_dict(
+        {"weight": torch.ones(2, 4), "bias": torch.ones(2)}
+    )
+    assert_close(captured.compile()(torch.ones(3, 4)), torch.full((3, 2), 5.0))
+
+
+def test_weights_are_those_of_the_module_when_it_is_compiled():
+    module = nn.Linear(4, 4)
+    captured = distmega.capture(module, (torch.ones(2, 4),))
+    before = captured.compile()
+    first, x = module(torch.ones(2, 4)), torch.rand(2, 4)
+    module.load_state_dict({"weight": torch.eye(4), "bias": torch.zeros(4)}, assign=True)
+    assert_close(captured.compile()(x), x)
+    assert_close(before(torch.ones(2, 4)), first)
+    module.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    with pytest.raises(CaptureError, match=r"'bias' of shape \(4,\) and torch.float64"):
+        captured.compile()
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight", "embed", "*.weight"])
+def test_a_shared_weight_has_all_its_names(name: str):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.embed(ids))
+
+    captured = distmega.capture(Tied().eval(), (torch.tensor([1, 2, 3]),))
+    plan = captured.plan(DeviceMesh(tp=2), annotations={name: shard(0, "tp")})
+    (weight,) = captured.program.with_role("weight")
+    assert plan.layouts[weight.name].at("tp") == Shard(0, 6)
 
 
 def test_arguments_and_results_keep_their_structure():
