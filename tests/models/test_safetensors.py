@@ -115,6 +115,22 @@ def test_unused_weight(copied: Path):
         open_model(str(copied))
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_beside_tied_embeddings_is_the_embedding(copied: Path, same: bool):
+    """transformers ties them only where the files have no head of their own."""
+    config = json.loads((copied / "config.json").read_text())
+    weights = load_file(copied / SINGLE)
+    (copied / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    embedding = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embedding.clone() if same else embedding + 1
+    save_file(weights, copied / SINGLE)
+    if same:
+        open_model(str(copied))
+        return
+    with pytest.raises(ModelError, match="set tie_word_embeddings to false"):
+        open_model(str(copied))
+
+
 def test_unknown_type(copied: Path):
     weights = load_file(copied / SINGLE)
     weights["model.norm.weight"] = torch.zeros(48, dtype=torch.int8)

@@ -17,7 +17,7 @@ from distmega.engine.decode_plan import (
     lower_prefill,
     plan_decode,
 )
-from distmega.errors import ModelError
+from distmega.errors import ModelError, PlanError
 from distmega.kernels.machines import H200
 from distmega.sources.locate import read_config
 from distmega.torch_import.huggingface.decoders import HfDecoder
@@ -117,6 +117,13 @@ def test_passes_and_steps_can_be_graphs(name: str, tmp_path: Path):
     for host in (lower_library_decode(plan), lower_prefill(plan, num_rows, "none")):
         assert not breaks(host)
         run_ops(host, kinds_of(host) - {"attention"})
+
+
+def test_a_pipeline_of_recurrent_layers_is_refused_before_anything_runs(tmp_path: Path):
+    save_model(tmp_path, "mamba")
+    config, mesh = distmega.open_model(tmp_path).config, distmega.DeviceMesh(pp=2, tp=1)
+    with pytest.raises(PlanError, match="2 pipeline stages of a model whose layers keep recurrent"):
+        plan_decode(config, mesh, distmega.CPU, distmega.EngineOptions(max_context=32))
 
 
 def test_a_plan_of_such_a_folder_is_explained(tmp_path: Path):

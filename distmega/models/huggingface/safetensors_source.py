@@ -67,6 +67,22 @@ class SafetensorsArray:
         return array
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROWS_COMPARED = 16
+
+
+def _require_tied(embedding: SafetensorsArray, head: SafetensorsArray, folder: Path) -> None:
+    """ModelError where the first rows of an embedding and of the head that shares it differ."""
+    rows = (slice(ROWS_COMPARED),)
+    one, other = (each.file.get_slice(each.name)[rows] for each in (embedding, head))
+    if one.shape != other.shape or not torch.equal(one, other):
+        raise ModelError(
+            f"{HEAD} in {folder}, which is not {EMBEDDING}",
+            expected="one matrix for both, by tie_word_embeddings: true of its config.json",
+            remedy="set tie_word_embeddings to false there, or leave the head out",
+        )
+
+
 def read_safetensors(folder: Path, config: ModelConfig) -> dict[str, StoredReader]:
     """A reader for each weight of the configuration; ModelError when files or weights do not fit
     it.
@@ -76,8 +92,10 @@ def read_safetensors(folder: Path, config: ModelConfig) -> dict[str, StoredReade
     wanted = {name: shape for spec in specs for name, shape in spec.hf_arrays().items()}
 
     def ignored(name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+        return name.endswith("rotary_emb.inv_freq") or (config.tied and name == HEAD)
 
+    if config.tied and {EMBEDDING, HEAD} <= arrays.keys():
+        _require_tied(arrays[EMBEDDING], arrays[HEAD], folder)
     shapes = {name: tuple(a.file.get_slice(name).get_shape()) for name, a in arrays.items()}
     check_stored(wanted, shapes, ignored, str(folder))
     for name in wanted:

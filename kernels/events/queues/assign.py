@@ -128,7 +128,7 @@ def with_waits(queues: Queues) -> Queues:
     a count is read on what writes it.
     """
     graph = queues.graph
-    told = {
+    reported = {
         producer: event
         for event, producers in graph.producers.items()
         for producer in producers
@@ -141,7 +141,7 @@ def with_waits(queues: Queues) -> Queues:
         awaited = {_producer(graph, e) for e in waits}
         # what a task counts by, and does not read itself
         others = [(op, 0) for op in sorted(writers - awaited)]
-        return tuple(waits + [told[writer] for writer in others if writer in told])
+        return tuple(waits + [reported[writer] for writer in others if writer in reported])
 
     def filled(entry: Entry) -> Entry:
         first = first_waits(entry.task)

@@ -144,10 +144,10 @@ class Knowledge:
         kept = list(events)
         if self.prune:
             own = [event for event in events if self.graph.sources_of[event[0]] == "own"]
-            told = self.bits(p for event in own for p in self.graph.producers[event]) & needed
+            reported = self.bits(p for event in own for p in self.graph.producers[event]) & needed
             for event in sorted(own, key=lambda e: self._latest(e)):
                 others = [each for each in kept if each != event]
-                if told & ~(base | self._learnt(others, guards)) == 0:
+                if reported & ~(base | self._learnt(others, guards)) == 0:
                     kept = others
         return tuple(kept), base | self._learnt(kept, guards)
 
