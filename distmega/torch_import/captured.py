@@ -7,7 +7,6 @@ the module is. Start at `capture`; next on the walk: exported.py.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ from distmega.torch_import.conversion import (
     convert,
     overlap,
 )
-from distmega.torch_import.exported import export_module
+from distmega.torch_import.exported import EXPORTING, export_module
 
 Signature = tuple[tuple[object, object], ...]
 """Of each flat input its shape and type, or its class and how it prints."""
@@ -133,10 +132,11 @@ class Captured:
         """All names that the module has for a weight or state, with its name in the program."""
         module = self.module
         own = {id(_tensor_of(module, target)): name for name, target in self.targets.items()}
-        shown = chain(
-            module.named_parameters(remove_duplicate=False),
-            module.named_buffers(remove_duplicate=False),
-        )
+        with EXPORTING:
+            shown = [
+                *module.named_parameters(remove_duplicate=False),
+                *module.named_buffers(remove_duplicate=False),
+            ]
         return {alias: own[id(x)] for alias, x in shown if id(x) in own}
 
     def compile(
@@ -452,10 +452,13 @@ def _require_apart(given: Mapping[str, Tensor], updated: Collection[str]) -> Non
 
 
 def _tensor_of(module: nn.Module, target: str) -> Tensor | None:
-    """A parameter or buffer of a module by its name there; None if it has none."""
+    """A parameter or buffer of a module by its name there; None if it has none. While another
+    thread exports the module, it has torch's stand-ins.
+    """
     path, _, name = target.rpartition(".")
     try:
-        found = getattr(module.get_submodule(path), name)
+        with EXPORTING:
+            found = getattr(module.get_submodule(path), name)
     except AttributeError:
         return None
     return found if isinstance(found, Tensor) else None

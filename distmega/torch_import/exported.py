@@ -49,7 +49,7 @@ their parts would do so by effects beside the graph.
 UNKNOWN_TYPE = re.compile(r"(?:Found|Unsupported input type) <class '([^']*)'>")
 """How torch.export names a class that it can't take apart."""
 
-_EXPORTING = threading.RLock()
+EXPORTING = threading.RLock()
 """torch.export patches torch while it runs: one thread at a time."""
 
 
@@ -71,7 +71,7 @@ def export_module(
             remedy="put the function into the forward of one",
         )
     try:
-        with _EXPORTING, warnings.catch_warnings(), torch.no_grad():
+        with EXPORTING, warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             kinds = find_kinds(module, args, kwargs, layers) if layers else []
             with folded(module, kinds):
