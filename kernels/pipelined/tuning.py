@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,13 @@ def _on_this_gpu(key: str) -> str:
     """A shape class where its times hold: on GPUs of this name, with these versions of what
     compiles and starts kernels.
     """
-    versions = (f"{name} {version}" for name, version in library_versions().items())
-    return f"{', '.join((torch.cuda.get_device_name(), *versions))}: {key}"
+    return f"{torch.cuda.get_device_name()}, {_versions()}: {key}"
+
+
+@cache
+def _versions() -> str:
+    """Of the libraries; read once, for every launch that is chosen looks its class up."""
+    return ", ".join(f"{name} {version}" for name, version in library_versions().items())
 
 
 def known_choice(key: str, candidates: Sequence[KernelChoice]) -> KernelChoice:

@@ -89,13 +89,11 @@ def emulate_rows(
     ranks: Sequence[RankArenas],
     launches: Sequence[Sequence[RowLaunch]],
     seed: int,
-    num_slots: int | None = None,
 ) -> list[list[Found]]:
     """Results [launch][rank] of launches [launch][rank] in the order that the seed gives. Caches in
-    the state arenas are left as the launches leave them. num_slots: of rings, where not those of
-    the queues.
+    the state arenas are left as the launches leave them.
     """
-    team = _Team(ranks, Interleaving(seed), num_slots)
+    team = _Team(ranks, Interleaving(seed))
     hosts = [team.host(gpu, [each[gpu.rank] for each in launches]) for gpu in team.gpus]
     run_hosts(team.order, hosts, team.sms)
     for one, gpu in zip(ranks, team.gpus, strict=True):
@@ -106,9 +104,7 @@ def emulate_rows(
 class _Team:
     """All ranks of one program."""
 
-    def __init__(
-        self, ranks: Sequence[RankArenas], order: Interleaving, num_slots: int | None
-    ) -> None:
+    def __init__(self, ranks: Sequence[RankArenas], order: Interleaving) -> None:
         self.order = order
         self.agents = Agents([len(one.queues.queues) for one in ranks])
         self.gpus = [self.gpu(rank, one) for rank, one in enumerate(ranks)]
@@ -117,9 +113,7 @@ class _Team:
         self.found: list[list[Found]] = [[] for _ in ranks]
         self.sms = [
             [
-                RowSm(
-                    gpu, sm, compute_warps, loader_warp, num_slots or gpu.queues.stages, LOADS_AHEAD
-                )
+                RowSm(gpu, sm, compute_warps, loader_warp, gpu.queues.stages, LOADS_AHEAD)
                 for sm, (compute_warps, loader_warp) in enumerate(
                     zip(self.agents.computes[rank], self.agents.loaders[rank], strict=True)
                 )

@@ -57,9 +57,7 @@ class Case:
             state_arena=arenas[1],
         )
 
-    def emulate(
-        self, values: Values, inputs: Sequence[Values], seed: int, num_slots: int | None = None
-    ) -> list[list[Found]]:
+    def emulate(self, values: Values, inputs: Sequence[Values], seed: int) -> list[list[Found]]:
         """What launches with these inputs leave on each rank."""
         ranks = range(len(self.queues))
         launches = [
@@ -70,7 +68,7 @@ class Case:
             for each in inputs
         ]
         memories = [self.memory(rank, values) for rank in ranks]
-        return emulate_rows(memories, launches, seed, num_slots)
+        return emulate_rows(memories, launches, seed)
 
 
 def case_of(
