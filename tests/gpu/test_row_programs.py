@@ -32,8 +32,14 @@ from tests.kernels.row_programs import (
 pytestmark = pytest.mark.gpu
 
 MESH = DeviceMesh(tp=1)
+NUM_SETS = 6
+"""Sets of values of a program: one row of one set rounds 0.5 to 1.5 times as badly as torch's."""
+
 MOST_ERROR = 1.25
-"""Times the error of torch in bf16."""
+"""Times the error of torch in bf16, of all sets."""
+
+MOST_ERROR_OF_A_SET = 2.5
+"""Times that of torch over all sets."""
 
 
 def check(program: Program, unseen: tuple[range, ...] = (), first: int = FIRST) -> None:
@@ -42,10 +48,27 @@ def check(program: Program, unseen: tuple[range, ...] = (), first: int = FIRST) 
     """
     plan = plan_program(program, MESH, H200)
     step = CompiledProgram(plan, SingleCommunicator(MESH), "cuda:0", warm=True, megakernel=True)
-    values = {name: x.cuda() for name, x in random_values(program, first=first).items()}
-    for tensor in program.with_role("state"):
-        for positions in unseen:
-            values[tensor.name][:, positions.start : positions.stop] = torch.nan
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(NUM_SETS):
+        values = {name: x.cuda() for name, x in random_values(program, seed, first).items()}
+        for tensor in program.with_role("state"):
+            for positions in unseen:
+                values[tensor.name][:, positions.start : positions.stop] = torch.nan
+        for name, error in errors_of(step, program, values).items():
+            errors.setdefault(name, []).append(error)
+    for name, of_sets in errors.items():
+        far, in_half = (
+            (sum(x * x for x in one) / NUM_SETS) ** 0.5 for one in zip(*of_sets, strict=True)
+        )
+        print(f"{program.name} {name}: kernel {far:.2e}, torch {in_half:.2e}")
+        assert far <= MOST_ERROR * in_half, (name, of_sets)
+        assert max(far for far, _ in of_sets) <= MOST_ERROR_OF_A_SET * in_half, (name, of_sets)
+
+
+def errors_of(
+    step: CompiledProgram, program: Program, values: dict[str, torch.Tensor]
+) -> dict[str, tuple[float, float]]:
+    """Relative error of each float that a launch leaves, and of torch's in bf16."""
     for name, tensor in step.tensors.items():
         tensor.copy_(values[name])
     inputs = {tensor.name: values[tensor.name] for tensor in program.with_role("input")}
@@ -57,6 +80,7 @@ def check(program: Program, unseen: tuple[range, ...] = (), first: int = FIRST) 
         run_program_in(dtype, program, values) for dtype in (torch.float64, torch.bfloat16)
     )
     states = {tensor.name: step.tensors[tensor.name] for tensor in program.with_role("state")}
+    errors = {}
     for name, x in (found | states).items():
         if not x.is_floating_point():
             continue
@@ -66,11 +90,11 @@ def check(program: Program, unseen: tuple[range, ...] = (), first: int = FIRST) 
             float((one.double().nan_to_num() - wanted).norm() / wanted.norm())
             for one in (x, half[name])
         )
-        print(f"{program.name} {name}: kernel {far:.2e}, torch {in_half:.2e}")
-        assert far <= MOST_ERROR * in_half
+        errors[name] = far, in_half
     if "next" in found:
         for logits, token in zip(exact["logits"], found["next"], strict=True):
             assert logits.max() - logits[token] <= 0.05 * logits.abs().max()
+    return errors
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
