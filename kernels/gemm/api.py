@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distmega.env import read_settings
 from distmega.errors import ProgramError, counted
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
@@ -340,7 +341,8 @@ def _choose(
         if forced and not problem:
             return tiles_choice(collective, extents, rates)
         if forced is None and extents.num_ranks > 1:
-            return choose_means(collective, extents, rates)
+            alone = not read_settings().share_gpus
+            return choose_means(collective, extents, rates, beside=alone)
     else:
         problem = "bf16 on Hopper GPUs"
     if forced:

@@ -286,12 +286,17 @@ def has_peer_collective(collective: Collective, extents: Extents, rates: Overlap
 
 
 @cache
-def choose_means(collective: Collective, extents: Extents, rates: OverlapRates) -> MatmulChoice:
-    """How a matmul with its collective runs fastest, by what is predicted."""
+def choose_means(
+    collective: Collective, extents: Extents, rates: OverlapRates, *, beside: bool = True
+) -> MatmulChoice:
+    """How a matmul with its collective runs fastest, by what is predicted. beside: whether copies
+    may run beside the kernel. Those between ranks that share a GPU may need SMs, all of which the
+    kernels that wait for them hold.
+    """
     found = [MatmulChoice(means="nccl", us=nccl_us(collective, extents, rates))]
     if has_peer_collective(collective, extents, rates):
         found.append(MatmulChoice(means="peer", us=peer_us(collective, extents, rates)))
-    if not kernel_problem(collective, extents, "bf16", rates):
+    if beside and not kernel_problem(collective, extents, "bf16", rates):
         found.append(tiles_choice(collective, extents, rates))
     return min(
         found,

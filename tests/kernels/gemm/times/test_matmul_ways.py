@@ -145,6 +145,7 @@ def test_two_weights_gain_more_than_one(rows: int):
 def test_long_matmuls_overlap(collective, num_ranks, rows):
     extents = Extents(rows=rows, columns=8192, depth=4096, num_ranks=num_ranks)
     assert choose_means(collective, extents, H200_RATES).means == "tiles"
+    assert choose_means(collective, extents, H200_RATES, beside=False).means != "tiles"
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
