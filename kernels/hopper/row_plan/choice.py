@@ -56,7 +56,7 @@ def add_choice(draft: RowDraft, op: FusedChoice) -> None:
     rows, src, rank_logits = draft.rank_logits, 0, 0
     if samples_from_all(draft, op.sampler):
         rows = limit = draft.num_ranks * slot_rows(draft)
-        src, rank_logits = draft.firsts["logits"], draft.rank_logits
+        src, rank_logits = draft.first_of("logits"), draft.rank_logits
     source = draft.made[op.source]
     dst = draft.reserve("sample", num_sample_words(op.sampler, sm_logits(draft, op.sampler)))
     for sm, queue in enumerate(draft.queues):

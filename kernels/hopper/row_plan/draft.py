@@ -77,14 +77,13 @@ class RowDraft:
     divided: Container[str]
     shown: dict[str, Shown] = field(init=False)
     made: dict[str, Made] = field(default_factory=dict)
-    buffers: list[Buffer] = field(default_factory=list)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    """By name, in the order of dataflow."""
     num_words: int = REPORT_WORDS
     forms: dict[str, Publishes] = field(default_factory=dict)
     """What is published of each tensor."""
     uses: dict[str, int] = field(default_factory=dict)
     """Times that each buffer's class was written in this step."""
-    firsts: dict[str, int] = field(default_factory=dict)
-    """First word of each buffer by name."""
     queues: list[list[Instruction]] = field(default_factory=list)
     free: dict[int, list[int]] = field(default_factory=dict)
     """Kept elements that nobody takes any more, by number of elements."""
@@ -161,11 +160,15 @@ class RowDraft:
 
     def reserve(self, name: str, size: int) -> int:
         """First of `size` flagged words of a buffer; known ones are used again."""
-        if name not in self.firsts:
-            self.firsts[name] = self.num_words
-            self.buffers.append(Buffer(name=name, first=self.num_words, num_words=size))
+        if name not in self.buffers:
+            self.buffers[name] = Buffer(name=name, first=self.num_words, num_words=size)
             self.num_words += -(-size // 16) * 16
-        return self.firsts[name]
+        assert self.buffers[name].num_words == size, "ops of a class publish equally much"
+        return self.buffers[name].first
+
+    def first_of(self, name: str) -> int:
+        """First word of a buffer, 0 if there is none."""
+        return self.buffers[name].first if name in self.buffers else 0
 
     def turn(self, kind: str) -> tuple[str, int]:
         """Name of the copy that a class writes this time, and the generation there."""

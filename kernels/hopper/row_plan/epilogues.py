@@ -43,6 +43,7 @@ def signature_of(draft: RowDraft, op: Fused) -> tuple[object, ...]:
             draft.elements(op.out),
             bool(op.x),
             op.formula,
+            published_form(draft, op.name, (op.out,)),
             *attention_roles(draft, (op.out,)),
         )
     if not isinstance(op, FusedContraction):
@@ -50,7 +51,8 @@ def signature_of(draft: RowDraft, op: Fused) -> tuple[object, ...]:
     sizes = tuple(draft.placed.rows_of(name) for stream in op.streams for name in stream.weights)
     slots, roles = op.experts and op.experts.by, attention_roles(draft, op.outs)
     ranks = op.num_ranks, is_gathered(draft, op)
-    return "contraction", draft.length(op), sizes, op.formula, *ranks, slots, *roles
+    numbers = published_form(draft, op.name, op.outs, len(op.streams)) == "numbers"
+    return "contraction", draft.length(op), sizes, op.formula, *ranks, numbers, slots, *roles
 
 
 def attention_roles(draft: RowDraft, outs: Sequence[str]) -> Iterator[int]:

@@ -47,8 +47,13 @@ def normed(m: Maker) -> Handle:
     return m.rms(m.linear(m.input(128), "a", 256).map("gelu(a0)"), "n")
 
 
+def two_forms(m: Maker) -> Handle:
+    """Of two products of one size others poll the first in pairs, and the second by numbers."""
+    return m.linear(m.rms(m.linear(m.input(128), "a", 128), "n"), "b", 128)
+
+
 PROGRAMS: dict[str, Callable[[Maker], Handle]] = {
-    "leaving": leaving, "gates": gates, "added": added, "normed": normed,
+    "leaving": leaving, "gates": gates, "added": added, "normed": normed, "two_forms": two_forms,
 }  # fmt: skip
 
 
@@ -90,7 +95,14 @@ def require_right(case: Case, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tp", "num_sms"),
-    [("leaving", 2, 3), ("gates", 4, 4), ("added", 2, 4), ("normed", 2, 3), ("chain", 2, 5)],
+    [
+        ("leaving", 2, 3),
+        ("gates", 4, 4),
+        ("added", 2, 4),
+        ("normed", 2, 3),
+        ("two_forms", 2, 3),
+        ("chain", 2, 5),
+    ],
 )
 def test_columns_of_all_ranks(name: str, tp: int, num_sms: int):
     require_right(gathering(name, tp, num_sms), seed=tp)
