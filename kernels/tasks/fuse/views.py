@@ -73,8 +73,10 @@ def _shows_columns(
     shape: tuple[int, ...], steps: tuple[int, ...], first: int, whole: tuple[int, ...]
 ) -> bool:
     """Whether elements by `steps` from `first` on are of all rows of a tensor of shape `whole`, and
-    follow each other in each.
+    follow each other in each. One number without dims has no rows.
     """
+    if not shape or not whole:
+        return False
     rows, width = whole[0], math.prod(whole[1:])
     inner = zip(shape[1:], steps[1:], packed_strides(shape[1:]), strict=True)
     return (

@@ -7,10 +7,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
+from distmega.compiled import CompiledProgram
 from distmega.errors import UnsupportedError
+from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.plan.weight_order import order_weights
-from distmega.kernels.machines import H200
+from distmega.kernels.machines import CPU, H200
 from distmega.kernels.megakernel import compile_megakernel
 from distmega.kernels.tasks.fuse import (
     Fused,
@@ -392,3 +395,14 @@ def test_a_chain_that_is_no_expression_one_can_write_is_refused(formula: str, nu
     kernel = compile_megakernel(program, DeviceMesh(tp=1), num_sms=2)
     assert len(order_weights(program)) == 1
     assert kernel.schedule.graph.num_tasks == num + 1
+
+
+@pytest.mark.parametrize(("given", "shown"), [((), (1,)), ((1,), ())])
+def test_a_number_without_dims_is_viewed(given: tuple[int, ...], shown: tuple[int, ...]):
+    p = ProgramBuilder("number")
+    made = p.input("x", given).map("a0 + 1")
+    program = p.build(p.reshape(made, shown, view=True).map("a0 * 2", name="y"))
+    mesh = DeviceMesh(tp=1)
+    plan = plan_program(program, mesh, CPU)
+    step = CompiledProgram(plan, SingleCommunicator(mesh), megakernel=True)
+    assert torch.equal(step({"x": torch.full(given, 3.0)})["y"], torch.full(shown, 8.0))
