@@ -103,6 +103,10 @@ class CaptureError(DistmegaError, ValueError):
     """A torch module, its inputs or its weights can't become a program."""
 
 
+class ArgumentsError(CaptureError, TypeError):
+    """A captured module is called with arguments that its forward does not take."""
+
+
 class RequestError(DistmegaError, ValueError):
     """A prompt or an option is outside what the model or the machine allows."""
 

@@ -5,7 +5,7 @@ the module is. Start at `capture`; next on the walk: exported.py.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmega.arguments import require_switch, require_type, shown
+from distmega.arguments import require_switch, require_type
 from distmega.compiled import CompiledProgram
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import RankContext
@@ -22,8 +22,6 @@ from distmega.errors import CaptureError, ProgramError, RankFailure, RequestErro
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator, require_mesh
 from distmega.hostir.library.opaque_graph import open_graph
 from distmega.hostir.library.torch_types import (
-    NO_MEMORY,
-    describe,
     hold,
     is_dense,
     require_real_tensors,
@@ -36,6 +34,15 @@ from distmega.sharding.layout.placements import Layout
 from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.search.cost import Machine
 from distmega.torch_import.annotations import match_annotations
+from distmega.torch_import.calls import (
+    Signature,
+    bind_arguments,
+    called_like,
+    forward_signature,
+    in_order,
+    signature_of,
+    word,
+)
 from distmega.torch_import.conversion import (
     Empty,
     Graph,
@@ -48,8 +55,8 @@ from distmega.torch_import.conversion import (
 )
 from distmega.torch_import.exported import EXPORTING, export_module
 
-Signature = tuple[tuple[object, object], ...]
-"""Of each flat input its shape and type, or its class and how it prints."""
+Key = tuple[pytree.TreeSpec, Signature]
+"""What tells calls apart that have programs of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +88,11 @@ class Captured:
     def program(self) -> Program:
         """The tensor program: parameters are weights, buffers that change are states."""
         return self.graph.program
+
+    @property
+    def key(self) -> Key:
+        """What a call has in common with the example."""
+        return self.in_spec, self.signature
 
     @property
     def opaque(self) -> Counter[str]:
@@ -184,25 +196,20 @@ class CapturedModule(OwnProcess):
         machine = H200 if torch.device(device).type == "cuda" else CPU
         self.plan = captured.plan(mesh, machine, annotations)
         self._persistent: dict[str, Tensor] = {}
-        self._steps: dict[Signature, _CapturedStep] = {
-            captured.signature: self._open(captured, self.plan)
-        }
+        self._forward = forward_signature(captured.module)
+        self._steps: dict[Key, _CapturedStep] = {captured.key: self._open(captured, self.plan)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module gives; results that are views of inputs are so here. CaptureError for
-        inputs that don't fit those it was captured with, other numbers among them, and for one that
-        the module overwrites while another lies in the same memory.
+        """What the module gives; results that are views of inputs are so here. Arguments come by
+        place or by name, or are left out, as in a call of the module; ArgumentsError where that
+        would be a TypeError. CaptureError for inputs that don't fit those it was captured with,
+        other numbers among them, and for one that the module overwrites while another lies in the
+        same memory.
         """
-        args, kwargs = _in_order((args, kwargs), self.captured.in_spec)
+        bound = bind_arguments(self._forward, args, kwargs)
+        args, kwargs = in_order(bound, self.captured.in_spec)
         flat, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self.captured.in_spec:
-            raise CaptureError(
-                f"arguments {_called([*map(_word, flat)], spec)}",
-                expected="arguments like those at capture: "
-                + _called(_wanted(self.captured), self.captured.in_spec),
-                remedy="give as many, under the same names, and by place where those are",
-            )
-        step = self._step(flat, args, kwargs)
+        step = self._step(flat, spec, args, kwargs)
         graph = step.captured.graph
         given = {name: x for name, x in zip(graph.inputs, flat, strict=True) if name is not None}
         _require_apart(given, graph.updated.values())
@@ -269,17 +276,21 @@ class CapturedModule(OwnProcess):
             step.compiled.bind({name: self._persistent[name] for name in states})
 
     def _step(
-        self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        flat: Sequence[Any],
+        spec: pytree.TreeSpec,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> "_CapturedStep":
         """The program for inputs of these shapes; captured anew for others, if that is allowed."""
-        key = _signature(flat)
+        key = spec, signature_of(flat)
         if key in self._steps:
             return self._steps[key]
         if not self.captured.dynamic:
             raise CaptureError(
-                f"inputs {_described(flat)}",
+                f"inputs {called_like([*map(word, flat)], spec)}",
                 expected="inputs like those at capture: "
-                + (", ".join(_wanted(self.captured)) or "none"),
+                + called_like(_wanted(self.captured), self.captured.in_spec),
                 remedy="capture with dynamic=True, or give tensors of these shapes and types, and "
                 "all else as it was",
             )
@@ -375,16 +386,17 @@ def capture(
 
     args, kwargs: example inputs; their values do not matter. Parameters become weights, buffers
     that forward updates become states, operators of torch that programs do not state stay opaque.
-    Numbers, texts and other inputs that are no tensors are part of the program.
-    dynamic: a CapturedModule takes inputs of other shapes and other numbers too, each captured when
-    first seen.
-    The module runs as it is, in training or evaluation mode. CaptureError says what torch.export
-    refused, what programs can't hold, and which inputs lie in the same memory where the module
-    overwrites one of them.
+    Numbers, texts and other inputs that are no tensors are part of the program, defaults of those
+    that are left out among them.
+    dynamic: a CapturedModule takes other arguments, inputs of other shapes and other numbers too,
+    each captured when first seen.
+    The module runs as it is, in training or evaluation mode. ArgumentsError for inputs that its
+    forward does not take. CaptureError says what torch.export refused, what programs can't hold,
+    and which inputs lie in the same memory where the module overwrites one of them.
     """
     if not isinstance(args, tuple | list):
         raise CaptureError(
-            f"example inputs {_described([args])}",
+            f"example inputs {word(args)}",
             expected="a tuple of the module's arguments",
             remedy="write capture(module, (x,))",
         )
@@ -393,10 +405,11 @@ def capture(
         require_type("kwargs", kwargs, Mapping, expected, "give a dict", error=CaptureError)
     require_switch("dynamic", dynamic, error=CaptureError)
     require_real_tensors()
+    args, kwargs = bind_arguments(forward_signature(module), args, kwargs or {})
     try:
-        exported = export_module(module, args, kwargs or {})
+        exported = export_module(module, args, kwargs)
     except CaptureError:
-        _require_inputs_apart(module, args, kwargs or {})
+        _require_inputs_apart(module, args, kwargs)
         raise
     graph = convert(exported, type(module).__name__)
     stored = {**exported.constants, **exported.state_dict}
@@ -406,13 +419,13 @@ def capture(
         for name, target in graph.targets.items()
         if _tensor_of(module, target) is stored[target]
     }
-    flat, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    flat, in_spec = pytree.tree_flatten((args, kwargs))
     return Captured(
         graph=graph,
         found={**found, **graph.constants},
         targets=own,
         module=module,
-        signature=_signature(flat),
+        signature=signature_of(flat),
         in_spec=in_spec,
         out_spec=exported.call_spec.out_spec,
         dynamic=dynamic,
@@ -474,80 +487,10 @@ def _require_values(tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _in_order(value: Any, spec: pytree.TreeSpec) -> Any:
-    """Arguments with the keys of all dicts in the order in which they stood at capture."""
-    if type(value) is not spec.type:
-        return value
-    parts = spec.children()
-    if spec.type is dict and value.keys() == {*spec.context}:
-        pairs = zip(spec.context, parts, strict=True)
-        return {key: _in_order(value[key], part) for key, part in pairs}
-    if spec.type in (tuple, list) and len(value) == len(parts):
-        return spec.type(_in_order(x, part) for x, part in zip(value, parts, strict=True))
-    return value
-
-
 def _torch_type(name: str) -> torch.dtype:
     """An element type by torch's own name of it."""
     dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
     return dtype
-
-
-def _signature(flat: Iterable[object]) -> Signature:
-    """Shapes and types of the tensors among flat inputs; what else there is, as it prints.
-    CaptureError for a tensor without a shape, and for what can't be printed.
-    """
-    return tuple(
-        (_shape(x), x.dtype) if isinstance(x, Tensor) else (type(x), _printed(x)) for x in flat
-    )
-
-
-def _printed(value: object) -> str:
-    try:
-        return repr(value)
-    except Exception as error:
-        raise CaptureError(
-            f"an input {shown(value)}, of type {type(value).__name__}",
-            expected="one that can be printed, by which inputs are told apart",
-            remedy="give another, or keep it inside of the module",
-        ) from error
-
-
-def _shape(x: Tensor) -> tuple[int, ...]:
-    try:
-        return tuple(x.shape)
-    except NO_MEMORY as error:  # of nested ones, and parameters of lazy modules
-        raise CaptureError(
-            f"{describe(x)} without a shape as an input",
-            expected="dense tensors",
-            remedy="pad what is nested, and call lazy modules once before",
-        ) from error
-
-
-def _described(values: Iterable[object]) -> str:
-    return ", ".join(map(_word, values)) or "none"
-
-
-def _word(x: object) -> str:
-    if isinstance(x, Tensor):
-        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-    return shown(x)
-
-
-class _Unquoted(str):
-    """Printed as it is, also inside of lists."""
-
-    __repr__ = str.__str__
-
-
-def _called(words: Sequence[str], spec: pytree.TreeSpec) -> str:
-    """How a call with these arguments, one a leaf of spec, is written."""
-    try:
-        args, kwargs = pytree.tree_unflatten([*map(_Unquoted, words)], spec)
-    except Exception:  # by a class of the caller's, of words in place of its tensors
-        return ", ".join(words) or "none"
-    named = (f"{name}={value}" for name, value in kwargs.items())
-    return ", ".join([*map(str, args), *named]) or "none"
 
 
 def _wanted(captured: Captured) -> list[str]:

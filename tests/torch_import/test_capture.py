@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 import distmega
 from distmega.compiled import CompiledProgram
-from distmega.errors import CaptureError, MeshError, PlanError, RankFailure, RequestError
+from distmega.errors import (
+    ArgumentsError,
+    CaptureError,
+    MeshError,
+    PlanError,
+    RankFailure,
+    RequestError,
+)
 from distmega.program.text import parse_program, print_program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, Shard, shard
@@ -471,8 +478,6 @@ def test_inputs_unlike_those_at_capture_are_refused():
     for args, message in (
         ((torch.ones(2, 4),), r"float32\[2, 4\]; expected inputs like .* f32\[3, 4\]"),
         ((torch.ones(3, 4).long(),), r"int64\[3, 4\]; expected inputs like"),
-        ((), "arguments none; expected arguments like"),
-        ((torch.ones(3, 4), 1), r"float32\[3, 4\], 1; expected arguments like"),
     ):
         with pytest.raises(CaptureError, match=message):
             rank(*args)
@@ -486,9 +491,9 @@ class Scaled(nn.Module):
 
 def test_other_numbers_than_at_capture_are_refused_or_captured_anew():
     x, module = torch.randn(3), Scaled()
-    (fixed,) = open_ranks(distmega.capture(module, (x, 2)), 1)
-    (dynamic,) = open_ranks(distmega.capture(module, (x, 2), dynamic=True), 1)
-    assert_close(fixed(x, 2), x * 2)
+    (fixed,) = open_ranks(distmega.capture(module, (x, 3)), 1)
+    (dynamic,) = open_ranks(distmega.capture(module, (x, 3), dynamic=True), 1)
+    assert_close(fixed(x, 3), x * 3)
     for by in (5, 2.0, True, 2, 5):
         assert_close(dynamic(x, by), module(x, by))
     try:
@@ -496,7 +501,7 @@ def test_other_numbers_than_at_capture_are_refused_or_captured_anew():
     except CaptureError as error:  # torch 2.11 exports no NaN
         assert "name 'nan' is not defined" in str(error)  # noqa: PT017
     for by in (5, 2.0, True):
-        with pytest.raises(CaptureError, match=rf"inputs float32\[3\], {by}; .*f32\[3\], 2; capt"):
+        with pytest.raises(CaptureError, match=rf"inputs float32\[3\], {by}; .*f32\[3\], 3; capt"):
             fixed(x, by)
     (named,) = open_ranks(distmega.capture(module, (x,), {"how": "over", "shift": None}), 1)
     assert_close(named(x, how="over", shift=None), x / 2)
@@ -510,17 +515,6 @@ class Named(nn.Module):
         return pair["a"] * more["c"] - pair["b"] * more["d"]
 
 
-def test_an_error_says_which_arguments_are_named():
-    x = torch.randn(2)
-    (plain,) = open_ranks(distmega.capture(Scaled(), (x,)), 1)
-    with pytest.raises(CaptureError, match=r"^arguments x=float32\[2\]; .*: x f32\[2\]; give"):
-        plain(x=x)
-    (named,) = open_ranks(distmega.capture(Scaled(), (x,), {"by": 2.0}), 1)
-    assert_close(named(x, by=2.0), 2 * x)
-    with pytest.raises(CaptureError, match=r"^arguments float32\[2\], 2.0; .*\], by=2.0; give"):
-        named(x, 2.0)
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_named_arguments_come_in_any_order(dynamic: bool):
     a, b, c, d = (torch.randn(3) for _ in range(4))
@@ -530,8 +524,71 @@ def test_named_arguments_come_in_any_order(dynamic: bool):
     if dynamic:
         a, b, c, d = (torch.randn(2) for _ in range(4))
         assert_close(rank({"b": b, "a": a}, d=d, c=c), a * c - b * d)
-    with pytest.raises(CaptureError, match="under the same names"):
+    message = r"refused it \(KeyError: 'c'" if dynamic else r"d=float32\[3\], e=.*like those at"
+    with pytest.raises(CaptureError, match=message):
         rank({"b": b, "a": a}, d=d, e=c)
+
+
+class Signed(nn.Module):
+    """Parameters of all kinds."""
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        by: float = 2.0,
+        /,
+        plus: Any = None,
+        *more: Tensor,
+        last: int = 1,
+    ) -> Tensor:
+        for each in (*more, *([] if plus is None else [plus])):
+            x = x + each
+        return (x - y) * by + last
+
+
+def test_arguments_come_by_place_by_name_or_by_default():
+    x = torch.randn(3)
+    (plain,) = open_ranks(distmega.capture(Scaled(), (x,)), 1)
+    for found in (plain(x), plain(x=x), plain(x, 2), plain(by=2, x=x), plain(x, how="times")):
+        assert_close(found, 2 * x)
+    with pytest.raises(CaptureError, match=r"^inputs float32\[3\], 3; .* capture: x f32\[3\];"):
+        plain(by=3, x=x)
+    (named,) = open_ranks(distmega.capture(Scaled(), (), {"how": "over", "by": 4.0, "x": x}), 1)
+    for found in (named(x, 4.0, "over"), named(x, how="over", by=4.0)):
+        assert_close(found, x / 4)
+
+
+@pytest.mark.parametrize("more", [(), (2.0,), (3.0,), (2.0, None, 5), (2.0, 1, 5), (3.0, None, 5)])
+def test_defaults_in_front_of_others_that_come_by_place(more: tuple[Any, ...]):
+    args = [torch.randn(3) if x == 5 else x for x in (5, 5, *more)]
+    (dynamic,) = open_ranks(distmega.capture(Signed(), (*args[:2],), dynamic=True), 1)
+    (rank,) = open_ranks(distmega.capture(Signed(), args, {"last": 1}), 1)
+    for each in (rank, dynamic):
+        assert_close(each(*args), Signed()(*args))
+    assert_close(dynamic(*args, last=4), Signed()(*args, last=4))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((), {}, r"^arguments none: missing a required argument: 'x'; .*forward\(x, by=2, how="),
+        ((1, 2, "times", None, 5), {}, "1, 2, 'times', None, 5: too many positional arguments"),
+        ((1,), {"x": 2}, "^arguments 1, x=2: multiple values for argument 'x'"),
+        ((1,), {"bye": 2}, "^arguments 1, bye=2: got an unexpected keyword argument 'bye'"),
+    ],
+)
+def test_arguments_that_forward_does_not_take_are_a_type_error(args, kwargs, message: str):
+    module = Scaled()
+    (rank,) = open_ranks(distmega.capture(module, (torch.ones(3),), dynamic=True), 1)
+    for error, function in (
+        (TypeError, module),
+        (ArgumentsError, rank),
+        (ArgumentsError, lambda *args, **kwargs: distmega.capture(module, args, kwargs)),
+    ):
+        with pytest.raises(error, match=None if error is TypeError else message) as caught:
+            function(*args, **kwargs)
+        assert isinstance(caught.value, TypeError)
 
 
 CALLED = "        return self.called(x)"
