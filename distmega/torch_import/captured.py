@@ -55,7 +55,9 @@ from distmega.torch_import.conversion import (
 )
 from distmega.torch_import.exported import EXPORTING, export_module
 
-Key = tuple[pytree.TreeSpec, Signature]
+Modes = tuple[bool, ...]
+"""Whether each part of a module is in training mode, in order."""
+Key = tuple[pytree.TreeSpec, Signature, Modes]
 """What tells calls apart that have programs of their own."""
 
 
@@ -72,7 +74,9 @@ class Captured:
             they are.
         in_spec: How torch flattens arguments.
         out_spec: How torch flattens results.
-        dynamic: Inputs of other shapes, and other numbers, are captured when they first come.
+        modes: Those of the module at capture.
+        dynamic: Inputs of other shapes, other numbers and other modes are captured when they first
+            come.
     """
 
     graph: Graph
@@ -82,6 +86,7 @@ class Captured:
     signature: Signature
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
+    modes: Modes
     dynamic: bool = False
 
     @property
@@ -92,7 +97,7 @@ class Captured:
     @property
     def key(self) -> Key:
         """What a call has in common with the example."""
-        return self.in_spec, self.signature
+        return self.in_spec, self.signature, self.modes
 
     @property
     def opaque(self) -> Counter[str]:
@@ -196,8 +201,11 @@ class CapturedModule(OwnProcess):
         machine = H200 if torch.device(device).type == "cuda" else CPU
         self.plan = captured.plan(mesh, machine, annotations)
         self._persistent: dict[str, Tensor] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._states: set[str] = set()
         self._forward = forward_signature(captured.module)
-        self._steps: dict[Key, _CapturedStep] = {captured.key: self._open(captured, self.plan)}
+        self._last = self._open(captured, self.plan)
+        self._steps: dict[Key, _CapturedStep] = {captured.key: self._last}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives; results that are views of inputs are so here. Arguments come by
@@ -210,6 +218,7 @@ class CapturedModule(OwnProcess):
         args, kwargs = in_order(bound, self.captured.in_spec)
         flat, spec = pytree.tree_flatten((args, kwargs))
         step = self._step(flat, spec, args, kwargs)
+        self._turn_to(step)
         graph = step.captured.graph
         given = {name: x for name, x in zip(graph.inputs, flat, strict=True) if name is not None}
         _require_apart(given, graph.updated.values())
@@ -282,11 +291,15 @@ class CapturedModule(OwnProcess):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> "_CapturedStep":
-        """The program for inputs of these shapes; captured anew for others, if that is allowed."""
-        key = spec, signature_of(flat)
+        """The program for inputs of these shapes, and the module's modes; captured anew for others,
+        if that is allowed.
+        """
+        dynamic = self.captured.dynamic
+        modes = _modes_of(self.captured.module) if dynamic else self.captured.modes
+        key = spec, signature_of(flat), modes
         if key in self._steps:
             return self._steps[key]
-        if not self.captured.dynamic:
+        if not dynamic:
             raise CaptureError(
                 f"inputs {called_like([*map(word, flat)], spec)}",
                 expected="inputs like those at capture: "
@@ -295,20 +308,30 @@ class CapturedModule(OwnProcess):
                 "all else as it was",
             )
         captured = capture(self.captured.module, args, kwargs, dynamic=True)
-        layouts = {
-            name: layout
-            for name, layout in self.plan.persistent_layouts().items()
-            if name in captured.tensors
-        }
+        layouts = {n: layout for n, layout in self._layouts.items() if n in captured.tensors}
         plan = plan_program(captured.program, self._mesh, self.plan.machine, layouts)
         self._steps[key] = self._open(captured, plan)
         return self._steps[key]
+
+    def _turn_to(self, step: "_CapturedStep") -> None:
+        """Before a program runs behind another one: it reads what that one changed."""
+        if step is not self._last:
+            weights = {tensor.name for tensor in step.captured.program.with_role("weight")}
+            if changed := sorted(weights & self._states):
+                step.compiled.bind({name: self._persistent[name] for name in changed})
+            self._last = step
 
     def _open(self, captured: Captured, plan: Plan) -> "_CapturedStep":
         """A program ready to run, on the weights and states that are there already."""
         compiled = CompiledProgram(plan, self._comm, self._device)
         constants: dict[str, Tensor] = {}
         tensors = captured.tensors
+        self._layouts = {**plan.persistent_layouts(), **self._layouts}
+        for tensor in captured.program.with_role("state"):
+            if tensor.name in self._persistent and tensor.name not in self._states:
+                # a weight so far, as a running mean is in evaluation mode: the module's own memory
+                self._persistent[tensor.name] = self._persistent[tensor.name].clone()
+            self._states.add(tensor.name)
         for name, whole in tensors.items():
             owner = constants if name in captured.graph.constants else self._persistent
             if name not in owner:
@@ -389,10 +412,11 @@ def capture(
     Numbers, texts and other inputs that are no tensors are part of the program, defaults of those
     that are left out among them.
     dynamic: a CapturedModule takes other arguments, inputs of other shapes and other numbers too,
-    each captured when first seen.
-    The module runs as it is, in training or evaluation mode. ArgumentsError for inputs that its
-    forward does not take. CaptureError says what torch.export refused, what programs can't hold,
-    and which inputs lie in the same memory where the module overwrites one of them.
+    each captured when first seen, and again where the module is in another mode then.
+    The module runs as it is at capture, in training or evaluation mode; with dynamic as it is at a
+    call. ArgumentsError for inputs that its forward does not take. CaptureError says what
+    torch.export refused, what programs can't hold, and which inputs lie in the same memory where
+    the module overwrites one of them.
     """
     if not isinstance(args, tuple | list):
         raise CaptureError(
@@ -428,8 +452,13 @@ def capture(
         signature=signature_of(flat),
         in_spec=in_spec,
         out_spec=exported.call_spec.out_spec,
+        modes=_modes_of(module),
         dynamic=dynamic,
     )
+
+
+def _modes_of(module: nn.Module) -> Modes:
+    return tuple(part.training for part in module.modules())
 
 
 def _require_inputs_apart(

@@ -411,6 +411,32 @@ def test_other_shapes_are_captured_when_they_come():
             assert_close(call(ranks, x), module(x))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_dynamic_follows_the_mode_of_the_module(num_ranks: int):
+    """Whatever the shape: for those that came before, too. Its own buffers stay as they are."""
+    module, own = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval() for _ in range(2))
+    own.load_state_dict(module.state_dict())
+    before = {name: x.clone() for name, x in module.named_buffers()}
+    ranks = open_ranks(distmega.capture(module, (torch.randn(3, 4),), dynamic=True), num_ranks)
+    for rows, training in ((3, False), (3, True), (5, True), (3, False), (5, False), (3, True)):
+        x = torch.randn(rows, 4)
+        module.train(training)
+        assert_close(call(ranks, x), own.train(training)(x))
+    for name, x in module.named_buffers():
+        assert_close(x, before[name])
+
+
+@torch.no_grad()
+def test_without_dynamic_a_module_stays_in_the_mode_of_capture():
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval(), torch.randn(3, 4)
+    captured = distmega.capture(module, (x,))
+    expected, compiled = module(x), captured.compile()
+    module.train()
+    for each in (compiled, captured.compile()):
+        assert_close(each(x), expected)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
