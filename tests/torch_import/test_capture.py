@@ -386,6 +386,33 @@ def test_types_that_programs_lack_pass_through():
     assert "aten._fft_r2c.default" in captured.opaque
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.bool),
+        *(torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
+    ],
+    ids=str,
+)
+def test_results_that_are_always_the_same_keep_their_type(dtype: torch.dtype):
+    class Known(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("known", torch.tensor([[1, 0], [3, 100]]).to(dtype))
+            self.register_buffer("fixed", self.known.t(), persistent=False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            made = torch.full((3,), 5).to(dtype)
+            one = torch.tensor(1).to(dtype)
+            return x + 1, self.known, self.fixed, made, made[1:], one, torch.zeros(2, dtype=dtype)
+
+    module, x = Known(), torch.ones(3)
+    found = distmega.capture(module, (x,)).compile()(x)
+    for mine, other in zip(found, module(x), strict=True):
+        assert (mine.dtype, mine.stride()) == (other.dtype, other.stride())
+        assert torch.equal(mine.to(torch.complex128), other.to(torch.complex128))
+
+
 def test_tied_weights_are_one():
     class Tied(nn.Module):
         def __init__(self) -> None:

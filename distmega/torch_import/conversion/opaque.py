@@ -175,12 +175,8 @@ class OpaqueOps:
 
     def _operand(self, value: Value, operands: Operands) -> tuple[int, str]:
         """A tensor's place among what torch reads, and its type where it is held in another."""
-        if isinstance(value, Constant) and value.tensor.dtype in HOLDERS:
-            held = self.b.constant(hold(value.tensor))
-            value = Foreign(held, str(value.tensor.dtype))
-        if isinstance(value, Foreign):
-            return operands.position_of(value.held, value.dtype), value.dtype
-        return operands.position_of(self.b.handle(value), ""), ""
+        held, dtype = self.b.held(value)
+        return operands.position_of(self.b.handle(held), dtype), dtype
 
     def _run(
         self,

@@ -39,7 +39,7 @@ from distmega.torch_import.conversion.opaque import (
 )
 from distmega.torch_import.conversion.regions import NUMBERS
 from distmega.torch_import.operators.build import Build
-from distmega.torch_import.operators.values import TENSORS, Constant, Foreign, Value, is_empty
+from distmega.torch_import.operators.values import TENSORS, Constant, Value, is_empty
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class Outputs:
     def _update_state(self, target: str, node: fx.Node, value: Value) -> None:
         self.b.start(f"{plain_name(target)}.new", node_results(node))
         if target in self.inputs.states:
-            held = value.held if isinstance(value, Foreign) else value
+            held, _ = self.b.held(value)
             self.pending.append((self._own(held), self.inputs.states[target]))
 
     def _result(self, node: fx.Node, value: Value) -> object:
@@ -128,15 +128,15 @@ class Outputs:
 
     def _whole(self, node: fx.Node) -> Output:
         """A tensor of the program that lies in memory as torch's does."""
-        value, like = self.values[node], node.meta["val"]
-        dtype = value.dtype if isinstance(value, Foreign) else ""
+        like = node.meta["val"]
+        value, dtype = self.b.held(self.values[node])
         if isinstance(like, NUMBERS):
             return Output(self._name(value), dtype, is_number=True)
         order = order_of_dims(like)
         if order == sorted(order):
             return Output(self._name(value), dtype)
         self.b.start(f"out.{len(self.named)}.turned", [])
-        held = self.b.handle(value.held if isinstance(value, Foreign) else value)
+        held = self.b.handle(value)
         pairs = [len(order)] if len(held.shape) > len(order) else []  # of a complex number
         back = [order.index(dim) for dim in range(len(order))]
         turned = self.b.transpose(held, [*order, *pairs])
@@ -145,7 +145,7 @@ class Outputs:
     def _name(self, value: Value) -> str:
         """The name of an output that holds a value."""
         self.b.start(f"out.{len(self.named)}", [])
-        handle = self._own(value.held if isinstance(value, Foreign) else value)
+        handle = self._own(self.b.held(value)[0])
         if handle.name in self.named:
             handle = self.b.p.set(handle, name=self.b.name())
         self.named[handle.name] = handle

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 import torch
 
 from distmega.errors import CaptureError, ProgramError
-from distmega.hostir.library.torch_types import dtype_name, torch_dtype
+from distmega.hostir.library.torch_types import HOLDERS, dtype_name, hold, torch_dtype
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.dtypes import ITEM_BYTES
 from distmega.program.types import KNOWN
 from distmega.torch_import.operators.values import (
     Constant,
+    Foreign,
     Spread,
     TensorValue,
     Value,
@@ -80,6 +81,17 @@ class Build:
             return self.handle(Constant(torch.tensor(value)))
         assert isinstance(value, Constant), value
         return self.constant(value.tensor)
+
+    def held(self, value: Value) -> tuple[Value, str]:
+        """A tensor in an element type of programs, and torch's name of its own where it is another.
+        CaptureError for a sparse constant.
+        """
+        if isinstance(value, Foreign):
+            return value.held, value.dtype
+        if isinstance(value, Constant) and value.tensor.dtype in HOLDERS:
+            require_dense(value.tensor, f"a constant of {self.base}")
+            return Constant(hold(value.tensor.detach())), str(value.tensor.dtype)
+        return value, ""
 
     def constant(self, tensor: torch.Tensor) -> Handle:
         """A weight that holds a known tensor, named by what it holds, so that programs can share
