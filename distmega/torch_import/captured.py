@@ -69,6 +69,7 @@ class Captured:
         graph: The program, and how its inputs and outputs follow from the module's.
         found: Weights and the first values of states at capture, by name.
         targets: Of those that are the module's own their names there.
+        names: All names that the module has for these, each with that in the program.
         module: What was captured.
         signature: Shapes and types of inputs that are tensors; the others, which the program has as
             they are.
@@ -82,6 +83,7 @@ class Captured:
     graph: Graph
     found: Mapping[str, Tensor]
     targets: Mapping[str, str]
+    names: Mapping[str, str]
     module: nn.Module
     signature: Signature
     in_spec: pytree.TreeSpec
@@ -107,22 +109,47 @@ class Captured:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """Weights and the first values of states, by name, as the module has them now. CaptureError
-        for one that has another shape or type since.
+        for one that has another shape or type since, or is shared under other names.
         """
-        tensors = dict(self.found)
+        tensors, now = dict(self.found), dict[str, Tensor]()
         for name, target in self.targets.items():
-            now = _tensor_of(self.module, target)
-            if now is None:
+            given = _tensor_of(self.module, target)
+            if given is None:
                 continue
-            held = hold(now.detach())
+            held = hold(given.detach())
             if (held.shape, held.dtype) != (tensors[name].shape, tensors[name].dtype):
                 raise CaptureError(
-                    f"{target!r} of shape {tuple(now.shape)} and {now.dtype}",
+                    f"{target!r} of shape {tuple(given.shape)} and {given.dtype}",
                     expected=f"{tuple(tensors[name].shape)} and {tensors[name].dtype}, as captured",
                     remedy="capture the module again",
                 )
-            tensors[name] = held
+            tensors[name], now[name] = held, given
+        self._require_shared(now)
         return tensors
+
+    def _require_shared(self, now: Mapping[str, Tensor]) -> None:
+        """CaptureError unless names that shared a weight at capture do so now, or have weights of
+        the same numbers; and where a state lies where another tensor does.
+        """
+        for alias, name in self.names.items():
+            other = _tensor_of(self.module, alias)
+            if name not in now or other is None or _lie_together(other, now[name]):
+                continue
+            if not _are_equal(other, now[name]):
+                raise CaptureError(
+                    f"{alias!r}, which is another tensor than {self.targets[name]!r}",
+                    expected="one under both names, as captured",
+                    remedy="capture the module again",
+                )
+        states = {tensor.name for tensor in self.program.with_role("state")}
+        for name in sorted(states & now.keys()):
+            for second, x in now.items():
+                if second != name and _lie_together(now[name], x):
+                    raise CaptureError(
+                        f"{self.targets[name]!r} and {self.targets[second]!r} in the same memory",
+                        expected="memory of its own for what the module overwrites, as captured",
+                        remedy="capture the module again",
+                    )
 
     def plan(
         self,
@@ -139,22 +166,9 @@ class Captured:
             self.program,
             DeviceMesh(tp=1) if mesh is None else mesh,
             machine,
-            match_annotations(
-                self.program, {} if annotations is None else annotations, self._aliases()
-            ),
+            match_annotations(self.program, {} if annotations is None else annotations, self.names),
             memory_limit_bytes,
         )
-
-    def _aliases(self) -> dict[str, str]:
-        """All names that the module has for a weight or state, with its name in the program."""
-        module = self.module
-        own = {id(_tensor_of(module, target)): name for name, target in self.targets.items()}
-        with EXPORTING:
-            shown = [
-                *module.named_parameters(remove_duplicate=False),
-                *module.named_buffers(remove_duplicate=False),
-            ]
-        return {alias: own[id(x)] for alias, x in shown if id(x) in own}
 
     def compile(
         self,
@@ -443,11 +457,13 @@ def capture(
         for name, target in graph.targets.items()
         if _tensor_of(module, target) is stored[target]
     }
+    owners = {id(stored[target]): name for name, target in own.items()}
     flat, in_spec = pytree.tree_flatten((args, kwargs))
     return Captured(
         graph=graph,
         found={**found, **graph.constants},
         targets=own,
+        names={alias: owners[id(x)] for alias, x in _all_tensors(module) if id(x) in owners},
         module=module,
         signature=signature_of(flat),
         in_spec=in_spec,
@@ -504,6 +520,30 @@ def _tensor_of(module: nn.Module, target: str) -> Tensor | None:
     except AttributeError:
         return None
     return found if isinstance(found, Tensor) else None
+
+
+def _all_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers of a module under all names that it has for them."""
+    with EXPORTING:
+        return [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+
+
+def _lie_together(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are one, or the same view of one memory."""
+    if x is y:
+        return True
+    seen_so = (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+    return seen_so and bool(x.numel()) and not x.is_meta and x.data_ptr() == y.data_ptr()
+
+
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have the same numbers; those without values have."""
+    if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
+        return False
+    return x.is_meta or torch.equal(hold(x.detach()), hold(y.detach()))
 
 
 def _require_values(tensors: Mapping[str, Tensor]) -> None:

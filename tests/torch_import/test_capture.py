@@ -342,21 +342,51 @@ def test_weights_are_those_of_the_module_when_it_is_compiled():
         captured.compile()
 
 
-@pytest.mark.parametrize("name", ["embed.weight", "head.weight", "embed", "*.weight"])
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.other = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(x) - self.other(x)
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight", "embed"])
 def test_a_shared_weight_has_all_its_names(name: str):
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.head(self.embed(ids))
-
     captured = distmega.capture(Tied().eval(), (torch.tensor([1, 2, 3]),))
     plan = captured.plan(DeviceMesh(tp=2), annotations={name: shard(0, "tp")})
-    (weight,) = captured.program.with_role("weight")
+    (weight, _) = captured.program.with_role("weight")
     assert plan.layouts[weight.name].at("tp") == Shard(0, 6)
+
+
+@torch.no_grad()
+def test_weights_that_are_shared_otherwise_than_at_capture():
+    """The module's numbers, or an error."""
+    ids = torch.tensor([1, 2, 3])
+    module = Tied()
+    captured = distmega.capture(module, (ids,))
+    module.other.weight = module.embed.weight
+    assert_close(captured.compile()(ids), module(ids))
+    module.other = nn.Linear(8, 12, bias=False)
+    module.head.weight = nn.Parameter(module.embed.weight.clone())  # as after to_empty() and load
+    assert_close(captured.compile()(ids), module(ids))
+    module.head.weight = module.other.weight
+    with pytest.raises(
+        CaptureError, match=r"^'embed.weight', which is another tensor than 'head.weight'; .*again"
+    ):
+        captured.compile()
+
+
+@torch.no_grad()
+def test_a_state_that_is_shared_since_capture_is_refused():
+    module, x = Counting(), torch.randn(3, 6)
+    captured = distmega.capture(module, (x,))
+    module.new = module.old
+    with pytest.raises(CaptureError, match=r"^'new' and 'old' in the same memory; expected memory"):
+        captured.compile()
 
 
 def test_arguments_and_results_keep_their_structure():
