@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._guards import TracingContext
 
 from distmega.arguments import require_type, shown
 from distmega.engine.ranks.context import RankContext
@@ -82,6 +83,7 @@ class _Compiled:
         self._names = [
             _parameter_name(node) for node in graph.graph.nodes if node.op == "placeholder"
         ]
+        self._aliases = _aliases()
         self._records = _records_gradients(graph)
         self._entries: dict[tuple[object, ...], _Entry] = {}
 
@@ -126,7 +128,7 @@ class _Compiled:
 
     def _compile(self, args: Sequence[Any]) -> CapturedModule:
         """The program for inputs of these shapes; parameters and sizes are bound to it."""
-        bound = _Bound(self._graph, self._names, args)
+        bound = _Bound(self._graph, self._names, args, self._aliases)
         tensors = tuple(x.detach() for x in args if _comes_with_a_call(x))
         if overlap(_tensors(args)):  # torch.export would join what an update reaches
             tensors = tuple(x.clone() for x in tensors)
@@ -136,9 +138,17 @@ class _Compiled:
 
 
 class _Bound(nn.Module):
-    """A graph with its parameters, under their own names, and sizes in place."""
+    """A graph with its parameters, under all names that the model has for them, and sizes in
+    place.
+    """
 
-    def __init__(self, graph: fx.GraphModule, names: Sequence[str], args: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        names: Sequence[str],
+        args: Sequence[Any],
+        aliases: Mapping[str, str],
+    ) -> None:
         super().__init__()
         self._graph = graph.forward
         self._arguments: list[object] = []
@@ -146,6 +156,10 @@ class _Bound(nn.Module):
             if isinstance(value, nn.Parameter):
                 _attach(self, name.split("."), value)
             self._arguments.append(_Named(name) if isinstance(value, nn.Parameter) else value)
+        own = dict(self.named_parameters())
+        for alias, name in aliases.items():
+            if name in own and alias not in own:
+                _attach(self, alias.split("."), own[name])
 
     def forward(self, *tensors: Tensor) -> Any:
         left = iter(tensors)
@@ -203,10 +217,28 @@ def _tensors(args: Sequence[Any]) -> list[Tensor]:
 
 def _parameter_name(node: fx.Node) -> str:
     """A parameter's name in the model, from where dynamo found it; else the node's."""
-    source = getattr(node, "_dynamo_source", None)
+    return _path(getattr(node, "_dynamo_source", None)) or node.name
+
+
+def _path(source: object) -> str:
+    """The name of a parameter in the model, from its source; "" for what is none."""
     name = getattr(source, "name", "")
     path = re.findall(r"_(?:modules|parameters)\['(\w+)'\]", name() if callable(name) else name)
-    return ".".join(path) or node.name
+    return ".".join(path)
+
+
+def _aliases() -> dict[str, str]:
+    """Other names of parameters in the model, each with the one that the graph has: dynamo, which
+    compiles now, guards that they stay one.
+    """
+    context = TracingContext.try_get()
+    found: dict[str, str] = {}
+    for guard in context.guards_context.dynamo_guards if context else ():
+        source = (getattr(guard.create_fn, "keywords", None) or {}).get("source_b")
+        alias, name = _path(guard.originating_source), _path(source)
+        if alias and name:
+            found[alias] = name
+    return found
 
 
 def _context(device: torch.device, mesh: DeviceMesh) -> RankContext:

@@ -264,8 +264,10 @@ class CapturedModule(OwnProcess):
         return self._persistent[name]
 
     def shares_storage(self, name: str, whole: Tensor) -> bool:
-        """Whether a weight is read where the module has it, so that changes there are seen."""
-        part = self._persistent.get(name)
+        """Whether a weight, by any of its names, is read where the module has it, so that changes
+        there are seen.
+        """
+        part = self._persistent.get(self.captured.names.get(name, name))
         on_cpu = torch.device(self._device).type == "cpu"  # kernels of a GPU may hold copies
         return part is not None and on_cpu and part.data_ptr() == whole.data_ptr()
 

@@ -3,7 +3,9 @@
 import importlib
 import tomllib
 import warnings
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import Tensor, nn
 
 import distmega
 from distmega.errors import CaptureError
-from distmega.torch_import import backend
+from distmega.sharding.layout.placements import Layout
+from distmega.sharding.planner import Plan
+from distmega.torch_import import backend, captured
 from tests.repo.source import ROOT
 from tests.torch_import.running import assert_close
 
@@ -115,6 +119,38 @@ def test_annotations_name_the_parameters_of_the_model():
     marks = {"up_proj.weight": distmega.replicate(), "down_proj": distmega.replicate()}
     compiled = torch.compile(model, backend=backend.compile_graph, options={"annotations": marks})
     assert_close(compiled(x)[0] - 1, model(x)[0] - 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight", "rest.0", "*.weight"])
+def test_annotations_know_all_names_of_a_shared_weight(name: str, monkeypatch: pytest.MonkeyPatch):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+            self.rest = nn.ModuleList([nn.Linear(8, 12, bias=False)])
+            self.head.weight = self.rest[0].weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            return self.head(x) + self.rest[0](x * x)
+
+    seen: list[Mapping[str, Layout]] = []
+    plan = captured.Captured.plan
+
+    def planned(self: captured.Captured, *args: Any) -> Plan:
+        found = plan(self, *args)
+        seen.append(found.annotations)
+        return found
+
+    monkeypatch.setattr(captured.Captured, "plan", planned)
+    model, ids = Tied(), torch.tensor([1, 2, 3])
+    options = {"annotations": {name: distmega.replicate()}}
+    compiled = torch.compile(model, backend=backend.compile_graph, options=options)
+    for _ in range(2):
+        assert_close(compiled(ids), model(ids))
+        model.embed.weight.mul_(2)
+    assert [*map(len, seen)] == [1]
 
 
 @torch.no_grad()
