@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distmega.arguments import shown
 from distmega.env import read_settings
 from distmega.errors import ProgramError, counted
 from distmega.hostir.comm.communicator import Communicator
@@ -36,13 +37,16 @@ from distmega.kernels.gemm.times.matmul_ways import (
 )
 from distmega.kernels.gemm.times.ways import rates_of
 from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
+from distmega.kernels.pipelined.operands import FLOATS, WHOLE, require_exprs, require_tensor
 from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.runtime.gpus import is_hopper
 from distmega.program.expr import Expr, num_args
+from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.pairs import PairKind
 from distmega.sharding.overlap.products import Collective, Extents
 
+PRODUCTS = FLOATS | {torch.complex64, torch.complex128}
 COLLECTIVES: Mapping[PairKind, Collective] = {
     "all_gather_matmul": "all_gather",
     "matmul_reduce_scatter": "reduce_scatter",
@@ -67,10 +71,12 @@ def matmul(
     """
     formula = _check(a, b, mixes, other)
     shape = (a.shape[0], b.shape[0] // (1 if formula is None or other is not None else 2))
-    if out is not None and (out.shape != shape or out.dtype != a.dtype):
+    if out is not None:
+        require_tensor("out", out)
+    if out is not None and (out.shape, out.dtype, out.device) != (shape, a.dtype, a.device):
         raise ProgramError(
-            f"out of shape {list(out.shape)} and type {out.dtype}",
-            expected=f"{list(shape)} of {a.dtype}",
+            f"out of shape {list(out.shape)} and type {out.dtype} on {out.device}",
+            expected=f"{list(shape)} of {a.dtype} on {a.device}",
             remedy="leave it out to get a new tensor",
         )
     tiles = None
@@ -132,6 +138,8 @@ def all_gather_matmul(
     all ranks have a copy of it. mixes: as matmul. ProgramError if shapes do not fit, or can't
     overlap when forced.
     """
+    _require_communicator(comm)
+    require_tensor("own", own)
     formula = _check(own, b, mixes)
     num_ranks = comm.mesh.size(axis)
     extents = _extents(own, b, num_ranks, rows=own.shape[0] * num_ranks)
@@ -167,6 +175,7 @@ def matmul_reduce_scatter(
     """This rank's rows [M / ranks, N] of the sum over ranks of A B^T; a [M, K], b [N, K] are each
     rank's own. overlap, workspace, ProgramError: as all_gather_matmul.
     """
+    _require_communicator(comm)
     _check(a, b)
     extents = _extents(a, b, comm.mesh.size(axis))
     if extents.rows % extents.num_ranks:
@@ -206,6 +215,7 @@ def matmul_all_reduce(
     borrow: the result may lie in memory that the second next call on the axis overwrites, which
     saves copying it. overlap, workspace, ProgramError: as all_gather_matmul.
     """
+    _require_communicator(comm)
     _check(a, b)
     extents = _extents(a, b, comm.mesh.size(axis))
     choice = _choose("all_reduce", a, comm, extents, overlap)
@@ -245,6 +255,7 @@ def matmul_sum_norm(
     total, both [M, N]; a [M, K], b [N, K] are each rank's own, residual [M, N], weight and bias [N]
     the same on all. workspace, ProgramError: as all_gather_matmul.
     """
+    _require_communicator(comm)
     _check(a, b)
     extents = _extents(a, b, comm.mesh.size(axis))
     if _choose("all_reduce", a, comm, extents, None).means == "peer":
@@ -281,6 +292,8 @@ def _check(
     a: Tensor, b: Tensor, mixes: str | Expr | None = None, other: Tensor | None = None
 ) -> Expr | None:
     """The formula by which columns are mixed, if any; ProgramError for what does not fit."""
+    require_tensor("a", a)
+    require_tensor("b", b)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ProgramError(
             f"matmul of shapes {list(a.shape)} and {list(b.shape)}",
@@ -293,6 +306,14 @@ def _check(
             expected="one type and device",
             remedy="convert or move one",
         )
+    if a.dtype not in PRODUCTS and not (a.device.type == "cpu" and a.dtype in WHOLE):
+        raise ProgramError(
+            f"matmul of {a.dtype} on {a.device}",
+            expected="floating-point or complex numbers of 16 bits and more, on a CPU whole ones",
+            remedy="convert both",
+        )
+    if other is not None:
+        require_tensor("other", other)
     if other is not None and (
         mixes is None or (other.shape, other.dtype, other.device) != (b.shape, b.dtype, b.device)
     ):
@@ -303,6 +324,7 @@ def _check(
         )
     if mixes is None:
         return None
+    require_exprs([mixes])
     formula = formula_of((mixes,)).exprs[0]
     if (other is None and b.shape[0] % 2) or num_args(formula) > 2:
         raise ProgramError(
@@ -311,6 +333,15 @@ def _check(
             remedy="put one weight [N / 2, K] above the other",
         )
     return formula
+
+
+def _require_communicator(comm: object) -> None:
+    if not isinstance(getattr(comm, "mesh", None), DeviceMesh):
+        raise ProgramError(
+            f"comm {shown(comm)}",
+            expected="a communicator of the ranks of a mesh",
+            remedy="make one on every rank: NcclCommunicator(mesh, rank) of distmega.hostir",
+        )
 
 
 def _extents(a: Tensor, b: Tensor, num_ranks: int = 1, rows: int = 0) -> Extents:

@@ -12,16 +12,27 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from distmega.arguments import require_number
 from distmega.errors import ProgramError
 from distmega.hostir.library.norms import normalise
 from distmega.hostir.library.pointwise import evaluate_all
 from distmega.kernels.pipelined import late
+from distmega.kernels.pipelined.operands import (
+    EXPRS,
+    FLOATS,
+    REALS,
+    require_dtypes,
+    require_exprs,
+    require_tensor,
+)
 from distmega.kernels.pipelined.pointwise.exprs import MAX_INPUTS, MAX_OUTPUTS, Formula, formula_of
 from distmega.kernels.pipelined.pointwise.views import broadcast_shapes
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.program import expr
 
-FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
+KERNEL_TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+"""Types that kernels take."""
+MOST_EPS = 1e30
 
 
 def rms_norm(
@@ -31,6 +42,7 @@ def rms_norm(
     residual of x's shape, that of x + residual, and the sum as second result. Results are of x's
     shape and type. ProgramError if shapes do not fit, and for whole numbers.
     """
+    _require_rows(eps, x, residual=residual, weight=weight)
     y, total = normalise_rows("rms", x, residual, weight, None, eps)
     return y if residual is None else (y, total)
 
@@ -46,6 +58,7 @@ def layer_norm(
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim of x [..., d]; weight and
     bias [d]; residual and ProgramError as rms_norm.
     """
+    _require_rows(eps, x, residual=residual, weight=weight, bias=bias)
     y, total = normalise_rows("layer", x, residual, weight, bias, eps)
     return y if residual is None else (y, total)
 
@@ -54,6 +67,7 @@ def softmax(x: Tensor) -> Tensor:
     """exp(x) over its sum along the last dim of x [..., d], of x's type. ProgramError for a tensor
     without rows, or of whole numbers.
     """
+    _require_rows(0.0, x)
     return normalise_rows("softmax", x, None, None, None, 0.0)[0]
 
 
@@ -67,8 +81,13 @@ def pointwise(
     exprs: one, for one result, or a sequence, for a tuple. dtypes: of the results, by default that
     of the first tensor. ProgramError if something does not fit.
     """
-    single = isinstance(exprs, str | expr.Arg | expr.Const | expr.Call)
+    single = isinstance(exprs, EXPRS)
     listed: Sequence[str | expr.Expr] = [exprs] if single else exprs  # type: ignore[list-item,assignment]
+    require_exprs(listed)
+    if dtypes is not None:
+        require_dtypes(dtypes)
+    for number, x in enumerate(tensors):
+        require_tensor(f"operand a{number}", x, REALS, "real numbers")
     results = pointwise_results(listed, tensors, dtypes)
     return results[0] if single else results
 
@@ -84,7 +103,7 @@ def pointwise_results(
     shape = _check_pointwise(formula, tuple([x.shape for x in tensors]), num_dtypes)
     device = _common_device(tensors)
     types = tuple(dtypes) if dtypes else (tensors[0].dtype,) * len(exprs)
-    if not (_on_gpu(tensors) and FLOATS.issuperset(types)):
+    if not (_on_gpu(tensors) and KERNEL_TYPES.issuperset(types)):
         return evaluate_all(formula.exprs, tensors, dtypes)
     results = tuple([tensors[0].new_empty(shape, dtype=dtype) for dtype in types])
     with _current(device):
@@ -120,6 +139,15 @@ def _check_pointwise(
     return broadcast_shapes(shapes)
 
 
+def _require_rows(eps: object, x: object, **others: object) -> None:
+    """ProgramError for what is no tensor of rows to normalise, nor goes with them, by name."""
+    require_number("eps", eps, MOST_EPS, zero=True, error=ProgramError)
+    require_tensor("x", x)
+    for name, each in others.items():
+        if each is not None:
+            require_tensor(name, each, REALS, "real numbers")
+
+
 def _common_device(tensors: Sequence[Tensor]) -> torch.device:
     device = tensors[0].device
     if any(x.device != device for x in tensors):
@@ -149,9 +177,11 @@ def normalise_rows(
             expected="a last dim of at least one element",
             remedy="pass a tensor with rows",
         )
-    if not x.is_floating_point():
+    if x.dtype not in FLOATS:
         raise ProgramError(
-            f"rows of {x.dtype}", expected="floating-point numbers", remedy="convert them"
+            f"rows of {x.dtype}",
+            expected="floating-point numbers of 16 to 64 bits",
+            remedy="convert them",
         )
     for vector in (weight, bias):
         _check_shape("weight or bias", vector, x.shape[-1:])
@@ -178,7 +208,9 @@ def _check_shape(name: str, found: Tensor | None, shape: torch.Size) -> None:
 
 def _on_gpu(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels take these tensors."""
-    return tensors[0].is_cuda and FLOATS.issuperset([x.dtype for x in tensors]) and has_triton()
+    return (
+        tensors[0].is_cuda and KERNEL_TYPES.issuperset([x.dtype for x in tensors]) and has_triton()
+    )
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmega.errors import ProgramError
-from distmega.kernels import matmul
+from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.kernels import all_gather_matmul, matmul, matmul_all_reduce, matmul_reduce_scatter
 from distmega.kernels.gemm.device.arguments import TileGrid
 from distmega.kernels.gemm.times.tile_times import order_turns
+from distmega.sharding.layout.mesh import DeviceMesh
 
 pytest.importorskip("triton")
 from distmega.kernels.gemm.device import order
@@ -115,3 +117,30 @@ def test_operands_that_do_not_fit(b, message):
 def test_a_result_that_does_not_fit():
     with pytest.raises(ProgramError, match=r"out of shape \[5, 4\].*expected \[5, 3\]"):
         matmul(torch.ones(5, 7), torch.ones(3, 7), out=torch.ones(5, 4))
+
+
+A, B = torch.ones(4, 8), torch.ones(6, 8)
+COMM = SingleCommunicator(DeviceMesh(tp=1))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: matmul([[1.0]], B), "^a: list, no tensor; expected a torch.Tensor; convert it"),
+        (lambda: matmul(A, None), "^b: NoneType, no tensor"),
+        (lambda: matmul(A, B.to_sparse()), "^b: a sparse_coo tensor; expected a dense one"),
+        (lambda: matmul(A, B, out=[]), "^out: list, no tensor"),
+        (lambda: matmul(A, B, out=torch.empty(4, 6, device="meta")), "on meta; .*float32 on cpu"),
+        (lambda: matmul(A, B, mixes="a0 * a1", other=3), "^other: int, no tensor"),
+        (lambda: matmul(A, B, mixes=3), r"^expressions \[3\]; expected an expression of a0"),
+        (lambda: matmul(A.bool(), B.bool()), "^matmul of torch.bool on cpu; expected floating-poi"),
+        (lambda: all_gather_matmul(3, B, COMM), "^own: int, no tensor"),
+        (lambda: all_gather_matmul(A, B, None), "^comm None; expected a communicator .* mesh"),
+        (lambda: matmul_all_reduce(A, "b", COMM), "^b: str, no tensor"),
+        (lambda: matmul_all_reduce(A, B, "tp"), "^comm 'tp'; expected a communicator"),
+        (lambda: matmul_reduce_scatter(A, B, DeviceMesh(tp=1)), r"^comm .*; expected a communic"),
+    ],
+)
+def test_what_is_no_operand_is_named(call, message):
+    with pytest.raises(ProgramError, match=message):
+        call()

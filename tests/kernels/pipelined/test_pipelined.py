@@ -36,6 +36,9 @@ from tests.fuzz import changed, fuzz_target
 H200 = GpuModel(num_sms=132, bandwidth_bytes_per_us=4.3e6)
 
 
+ROWS = torch.ones(2, 3)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_norms_agree_with_float64(dtype):
     x, residual = torch.randn(2, 5, 96).to(dtype), torch.randn(2, 5, 96).to(dtype)
@@ -73,6 +76,24 @@ def test_pointwise_broadcasts_and_has_many_results():
         (lambda: api.rms_norm(torch.ones(2, 3), residual=torch.ones(3)), "residual"),
         (lambda: api.softmax(torch.ones(())), "rows of a tensor"),
         (lambda: api.softmax(torch.ones(2, dtype=torch.int32)), "rows of torch.int32"),
+        (lambda: api.softmax(ROWS.to(torch.float8_e5m2)), "rows of torch.float8_e5m2"),
+        (lambda: api.softmax([1.0]), "^x: list, no tensor; expected a torch.Tensor; convert it"),
+        (lambda: api.rms_norm(None), "^x: NoneType, no tensor"),
+        (lambda: api.rms_norm(ROWS.to_sparse()), "^x: a sparse_coo tensor; expected a dense one"),
+        (lambda: api.rms_norm(ROWS, np.ones(3)), "^weight: ndarray, no tensor"),
+        (lambda: api.layer_norm(ROWS, bias=3), "^bias: int, no tensor"),
+        (
+            lambda: api.rms_norm(ROWS, residual=ROWS.cfloat()),
+            "^residual of torch.complex64; ",
+        ),
+        (lambda: api.rms_norm(ROWS, residual=ROWS.to("meta")), "on cpu, meta; expected .* one dev"),
+        (lambda: api.rms_norm(ROWS, eps="1e-6"), "^eps '1e-6'; expected at least 0"),
+        (lambda: api.pointwise("a0 + a1", ROWS, 2.0), "^operand a1: float, no tensor"),
+        (lambda: api.pointwise("a0", ROWS.to(torch.float8_e5m2)), "^operand a0 of torch.float8_e5"),
+        (lambda: api.pointwise(2, ROWS), "^expressions 2; expected an expression of a0"),
+        (lambda: api.pointwise(["a0", 2], ROWS), r"^expressions \['a0', 2\]; expected"),
+        (lambda: api.pointwise("a0", ROWS, dtypes=torch.half), "^dtypes torch.float16; .*sequence"),
+        (lambda: api.pointwise("a0", ROWS, dtypes=["f32"]), r"^dtypes \['f32'\]; expected"),
     ],
 )
 def test_what_does_not_fit_is_named(call, message):
