@@ -19,7 +19,7 @@ from distmega.sharding.streams.streams import (
     is_gather_ring,
     onto_view,
     operand_parts,
-    through_view,
+    to_root,
 )
 
 
@@ -114,12 +114,7 @@ class _Former:
             yield root, _ChunkUse(at, seen, position >= len(op.reads))
 
     def to_root(self, access: Access, part: ChunkPart | None) -> tuple[str, ChunkPart | None]:
-        name = access.tensor
-        while name in self.views:
-            view = self.views[name]
-            part = part and through_view(view, part, self.tensors)
-            name = view.reads[0].tensor
-        return name, part
+        return to_root(access.tensor, part, self.views, self.tensors)
 
     def run(self) -> StreamPlan:
         compute = [at for at, op in enumerate(self.ops) if not op.is_view]

@@ -5,7 +5,7 @@ an order in which ops that share a loop stand together, and its StreamPlan. Plan
 annotation has no effect anywhere. Next: finalize.py.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -17,7 +17,7 @@ from distmega.sharding.layout.placements import Chunks, Layout
 from distmega.sharding.local_ops import LocalOps
 from distmega.sharding.resolve.resolve import RankSchedule
 from distmega.sharding.streams.host_loops import StreamPlan, form_loops
-from distmega.sharding.streams.streams import WHOLE, ChunkPart, StreamSpread
+from distmega.sharding.streams.streams import WHOLE, ChunkPart, StreamSpread, to_root
 
 
 def resolve_chunks(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> Chunks | None:
@@ -65,7 +65,10 @@ def plan_streams(
         forms[schedule.locals[name][0]].append(name)
     uses = {op.name: _uses(op, spread) for op in ops}
     refused = dict(_refusals(uses, spread))
-    followed = {name for found in uses.values() for name in _followed(found, spread)}
+    seen = {name for op in ops if op.is_view for name in _followed(uses[op.name], spread)}
+    followed = {
+        name for op in ops if not op.is_view for name in _followed(uses[op.name], spread)
+    } | _looped_below(seen, ops, plan, spread)
     for whole in streams:
         wanted = [name for name in forms[whole] if pins[name] != WHOLE]
         if (wanted or not forms[whole]) and not followed.intersection(wanted):
@@ -89,6 +92,19 @@ def _uses(op: Op, spread: StreamSpread) -> dict[str, set[ChunkPart | None]]:
 def _followed(uses: Mapping[str, Container[ChunkPart | None]], spread: StreamSpread) -> list[str]:
     """Tensors that an op touches in the chunks which they are annotated with."""
     return [name for name, parts in uses.items() if spread.pins[name] in parts]
+
+
+def _looped_below(
+    names: Iterable[str], ops: Sequence[Op], plan: StreamPlan, spread: StreamSpread
+) -> set[str]:
+    """Those of the tensors, which views show in chunks, whose storage ops in loops touch."""
+
+    def root(name: str) -> str:
+        return to_root(name, None, spread.views, spread.tensors)[0]
+
+    looped = {name for loop in plan.loops for name, _ in loop.splits}
+    touched = {root(a.tensor) for op in ops if op.name in looped for a in accesses(op)}
+    return {name for name in names if root(name) in touched}
 
 
 def _refusals(

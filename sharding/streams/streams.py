@@ -185,6 +185,19 @@ def onto_view(view: Op, part: ChunkPart, tensors: Mapping[str, Tensor]) -> Chunk
     return _across(view, view.reads[0], part, tensors, len(view.reads))
 
 
+def to_root(
+    name: str, part: ChunkPart | None, views: Mapping[str, Op], tensors: Mapping[str, Tensor]
+) -> tuple[str, ChunkPart | None]:
+    """The storage that a tensor lies in, and a chunk of it as a chunk of that; None if it isn't
+    one. views: by the tensors that they make.
+    """
+    while name in views:
+        view = views[name]
+        part = part and through_view(view, part, tensors)
+        name = view.reads[0].tensor
+    return name, part
+
+
 def _across(
     view: Op, here: Access, part: ChunkPart, tensors: Mapping[str, Tensor], position: int
 ) -> ChunkPart | None:
@@ -205,6 +218,7 @@ class StreamSpread:
         self, ops: Sequence[Op], tensors: Mapping[str, Tensor], pins: Mapping[str, ChunkPart]
     ) -> None:
         self.ops, self.tensors, self.pins = ops, tensors, pins
+        self.views = {op.writes[0].tensor: op for op in ops if op.is_view}
         self.known = dict(pins)
         self.splits: dict[str, StreamSplit] = {}
         self.parts: dict[str, tuple[ChunkPart | None, ...]] = {}
@@ -250,6 +264,11 @@ class StreamSpread:
         if isinstance(parts, str):
             self.refused[where] = f"{op.kind} over {split.axis}: {parts}"
             return
+        if crossed := self.crossed(op, parts):
+            self.refused[where] = (
+                f"{op.kind} over {split.axis}: it reads other chunks of {crossed} than it writes"
+            )
+            return
         made = zip(op.writes, parts[len(op.reads) :], strict=True)
         if any(self.pins.get(write.tensor, got) != got for write, got in made):
             self.refused[where] = f"a result of {op.name} is annotated otherwise"
@@ -257,6 +276,22 @@ class StreamSpread:
         self.splits[op.name], self.parts[op.name] = split, parts
         self.changed = True
         self.learn(op, op.writes, parts[len(op.reads) :])
+
+    def crossed(self, op: Op, parts: Sequence[ChunkPart | None]) -> str:
+        """The storage of which an op would read in one chunk what it writes in another; "" if there
+        is none.
+        """
+        if op.is_view:
+            return ""
+        ends = [
+            to_root(access.tensor, part, self.views, self.tensors)
+            for access, part in zip(accesses(op), parts, strict=True)
+        ]
+        reads, writes = ends[: len(op.reads)], ends[len(op.reads) :]
+        for root, part in writes:
+            if any(other == root and (seen is None or seen != part) for other, seen in reads):
+                return root
+        return ""
 
     def learn(self, op: Op, operands: Sequence[Access], parts: Sequence[ChunkPart | None]) -> None:
         """Notes how temporaries come in chunks; what is known already stays."""

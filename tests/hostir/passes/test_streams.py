@@ -249,6 +249,33 @@ def test_annotations_that_cannot_be_followed_are_refused(marks: dict[str, Layout
         plan_program(sums(), TP, CPU, marks)
 
 
+@pytest.mark.parametrize("of_state", [True, False])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_set_to_its_own_transpose_runs_at_once(of_state: bool, dim: int):
+    """Its chunks would write what others read; ops around it run in chunks."""
+    p = ProgramBuilder("turn")
+    s = p.state("s", (4, 4)) if of_state else p.input("s", (4, 4)).map("a0 + 1", name="t")
+    p.set(p.transpose(s, (1, 0), view=True, name="v"), into=s, name="turned")
+    program = p.build(s.map("a0 * 2", name="y"))
+    for name in (s.name, "y"):
+        _, local, host = lowered(program, ONE, {name: stream(dim, 2)})
+        assert all("set" not in words(loop.body) for loop in loops(host))
+        assert_exact(program, local, host)
+
+
+@pytest.mark.parametrize("name", ["s", "v"])
+def test_chunks_of_a_set_to_its_own_transpose_are_refused(name: str):
+    p = ProgramBuilder("turn")
+    s = p.state("s", (4, 4))
+    p.set(p.transpose(s, (1, 0), view=True, name="v"), into=s, name="turned")
+    program = p.build(p.input("x", (2,)).map("a0 * 2"))
+    message = (
+        rf"asked for '{name}' .*turned: set over i\d: it reads other chunks of s than it writes"
+    )
+    with pytest.raises(PlanError, match=message):
+        plan_program(program, ONE, CPU, {name: stream(0, 2)})
+
+
 def test_one_chunk_keeps_an_op_out_of_loops():
     _, local, host = lowered(sums(), ONE, {"x": stream(0, 2), "b": stream(0, 1)})
     (loop,) = loops(host)
