@@ -8,16 +8,16 @@ stays a table. Used by analyse.py.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise, product
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
 
 from distmega.kernels.events.values import Coordinates, EventCoordinate, EventMap
 
 Grid = tuple[int, ...]
 Table = Sequence[tuple[int, ...]]
 """Events of each task, by task number, row-major over the grid."""
-
-MAX_FACTOR = 16
-"""Scales and divisors of formulas that are tried."""
 
 
 def grid_coordinates(grid: Grid) -> Iterator[Coordinates]:
@@ -157,13 +157,14 @@ def _affine(grid: Grid, values: Sequence[int]) -> EventCoordinate | None:
 
 def _formula(number: tuple[tuple[int, int], ...], values: Sequence[int]) -> EventCoordinate | None:
     """The formula that gives value n where the sum of the terms `number` is n; None without one."""
-    ascending = all(before <= value for before, value in pairwise(values))
-    for modulus in (0,) if ascending else (0, max(values) + 1):
+    falls, rises = (all(sign * (b - a) >= 0 for a, b in pairwise(values)) for sign in (-1, 1))
+    for modulus in (0,) if rises else (0, max(values) + 1):
         line = _unwrapped(values, modulus) if modulus else values
-        for scale, offset, divisor in _candidates(line):
-            if all((scale * n + offset) // divisor == v for n, v in enumerate(line)):
-                terms = tuple((dim, scale * each) for dim, each in number)
-                return EventCoordinate(terms=terms, offset=offset, divisor=divisor, modulus=modulus)
+        slope = _slope(line) if modulus or rises or falls else None
+        if slope is not None:
+            scale, offset, divisor = slope
+            terms = tuple((dim, scale * each) for dim, each in number)
+            return EventCoordinate(terms=terms, offset=offset, divisor=divisor, modulus=modulus)
     return None
 
 
@@ -176,17 +177,61 @@ def _unwrapped(values: Sequence[int], modulus: int) -> list[int]:
     return found
 
 
-def _candidates(values: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Scale, offset and divisor of formulas that may give the values, the smallest divisors first:
-    lines, small fractions, and stairs whose steps are 1 high.
+def _slope(values: Sequence[int]) -> tuple[int, int, int] | None:
+    """Scale, offset and divisor of (scale * n + offset) // divisor, which gives value n, of values
+    that rise or fall: the smallest that do. None if there are none.
+
+    A slope scale / divisor gives them if value n less n times the slope keeps within less than 1.
+    Slopes are tried as the tree of Stern and Brocot has them, the simplest first; it ends between
+    two, each the difference of two values, give or take 1, by that of their numbers.
     """
-    first = values[0]
-    yield values[1] - first, first, 1
-    for divisor in range(2, MAX_FACTOR + 1):
-        for scale in range(1, MAX_FACTOR + 1):
-            if math.gcd(scale, divisor) == 1:
-                for offset in range(first * divisor, (first + 1) * divisor):
-                    yield scale, offset, divisor
-    runs = [len(list(run)) for _, run in groupby(values)]
-    divisor = max(runs)
-    yield 1, (first + 1) * divisor - runs[0], divisor
+    falls = values[-1] < values[0]
+    found = _simplest(np.array(values[::-1] if falls else values, dtype=np.int64))
+    if found is None:
+        return None
+    scale, divisor = -found[0] if falls else found[0], found[1]
+    return scale, max(divisor * value - scale * n for n, value in enumerate(values)), divisor
+
+
+def _simplest(values: "np.ndarray[Any, Any]") -> tuple[int, int] | None:
+    """Of values that rise, the slope with the smallest divisor, as numerator and divisor. Steps in
+    one direction are doubled, then halved, so that it takes a few hundred looks at most.
+    """
+    numbers = np.arange(len(values))
+
+    def side(slope: tuple[int, int]) -> int:
+        """0 for a slope that fits, 1 for one that is too small, -1 for one that is too large."""
+        rest = slope[1] * values - slope[0] * numbers
+        most, least = int(rest.argmax()), int(rest.argmin())
+        return 0 if rest[most] - rest[least] < slope[1] else 1 if most > least else -1
+
+    ends = {1: (0, 1), -1: (1, 0)}
+    while True:
+        slope = _between(ends[1], ends[-1], 1)
+        turned = side(slope)
+        if turned == 0:
+            return slope
+        start, way = ends[turned], ends[-turned]
+        steps = 2
+        while side(_between(start, way, steps)) == turned:
+            if _between(start, way, steps)[1] > 2 * len(values):
+                return None
+            steps *= 2
+        first, stop = steps // 2 + 1, steps
+        while first < stop:
+            middle = (first + stop) // 2
+            if side(_between(start, way, middle)) == turned:
+                first = middle + 1
+            else:
+                stop = middle
+        slope = _between(start, way, first)
+        if side(slope) == 0:
+            return slope
+        ends = {turned: _between(start, way, first - 1), -turned: slope}
+        if slope[1] > 2 * len(values):
+            return None
+
+
+def _between(start: tuple[int, int], way: tuple[int, int], steps: int) -> tuple[int, int]:
+    """The slope so many steps from one end of the tree towards the other."""
+    return start[0] + steps * way[0], start[1] + steps * way[1]

@@ -22,7 +22,7 @@ from distmega.kernels.events import (
     run_ranks,
 )
 from distmega.kernels.events.analyse import Tilings
-from distmega.kernels.events.fit import fit_map, grid_coordinates
+from distmega.kernels.events.fit import fit_coordinate, fit_map, grid_coordinates
 from distmega.kernels.events.values import EventCoordinate
 from distmega.program.builder import ProgramBuilder
 from distmega.program.text import parse_program
@@ -256,3 +256,44 @@ def test_maps_that_are_found_give_the_events_that_they_were_found_from(
         assert fitted.events(number, task) == (events,)
     if place.divisor == 1 and not place.modulus:
         assert not fitted.listed
+
+
+@given_examples(
+    scale=st.integers(-300, 300).filter(bool),
+    offset=st.integers(0, 300),
+    divisor=st.integers(1, 300),
+    extent=st.integers(2, 100),
+)
+def test_a_formula_of_any_factors_is_found(scale: int, offset: int, divisor: int, extent: int):
+    """It has the smallest divisor that gives the places."""
+    values = [(scale * n + offset) // divisor for n in range(extent)]
+    found = fit_coordinate((extent,), values)
+    assert found is not None
+    assert not found.values
+    assert found.divisor <= divisor
+    assert [found.at((n,)) for n in range(extent)] == values
+    slope = dict(found.terms).get(0, 0)
+    for smaller in range(1, min(found.divisor, 20)):
+        nearest = slope * smaller // found.divisor
+        for other in (nearest, nearest + 1):
+            rest = [smaller * value - other * n for n, value in enumerate(values)]
+            assert max(rest) - min(rest) >= smaller
+
+
+@pytest.mark.parametrize(
+    ("extent", "tiles", "form"),
+    [
+        (680, (20, 34), "from P((d0*10)/17..(d0*10+9)/17)"),
+        (680, (17, 20), "from P((d0*17)/20..(d0*17+16)/20)"),
+        (102, (3, 17), "from P((d0*3)/17..(d0*3+2)/17)"),
+        (340, (1, 17), "from P((d0)/17)"),
+    ],
+)
+def test_tiles_of_any_heights_are_a_formula(extent: int, tiles: tuple[int, int], form: str):
+    program = chain_of((extent,), C="-a0")
+    symbols = {"B": ("x", 0)}
+    tilings = {"P": {"i0": tiles[0]}, "C": {"i0": tiles[1]}}
+    graph = analyse_events(program, tilings, symbols=symbols)
+    assert form in print_events(graph)
+    assert parse_events(print_events(graph), program) == graph
+    check_queues(make_queues(graph, 3))
