@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from distmega.errors import ProgramError
+from distmega.hostir.ir.uses import storage_of
 from distmega.kernels.events.arguments import require
 from distmega.kernels.events.fit import Grid, grid_coordinates
 from distmega.kernels.events.symbols import AxisSymbols, spread_symbols
@@ -184,6 +185,23 @@ class EventGraph:
             for event in events:
                 found.setdefault(event, []).append(task)
         return {event: tuple(tasks) for event, tasks in found.items()}
+
+    @cached_property
+    def writers(self) -> dict[str, tuple[TaskId, ...]]:
+        """Tensor -> tasks that write its storage, through whichever views of it."""
+        sources = {op.writes[0].tensor: op.reads[0].tensor for op in self.program.ops if op.is_view}
+        found: dict[str, dict[TaskId, None]] = {}
+        for op in self.program.ops:
+            if not op.is_view:
+                tasks = [(op.name, n) for n in range(self.grid_of[op.name].num_tasks)]
+                for access in op.writes:
+                    found.setdefault(storage_of(access.tensor, sources), {}).update(
+                        dict.fromkeys(tasks)
+                    )
+        return {
+            tensor.name: tuple(found.get(storage_of(tensor.name, sources), ()))
+            for tensor in self.program.tensors
+        }
 
     @cached_property
     def _event_ids(self) -> frozenset[EventId]:

@@ -136,12 +136,13 @@ def with_waits(queues: Queues) -> Queues:
     }
 
     def first_waits(task: TaskId) -> tuple[EventId, ...]:
-        writers = {op for starts in starts_read(graph, task) for op in graph_writers(graph, starts)}
-        waits = [e for e in graph.waits.get(task, ()) if _producer(graph, e) in writers]
+        writers = [each for name in starts_read(graph, task) for each in graph.writers[name]]
+        ops = {op for op, _ in writers}
+        waits = [e for e in graph.waits.get(task, ()) if _producer(graph, e) in ops]
         awaited = {_producer(graph, e) for e in waits}
         # what a task counts by, and does not read itself
-        others = [(op, 0) for op in sorted(writers - awaited)]
-        return tuple(waits + [reported[writer] for writer in others if writer in reported])
+        others = [reported[each] for each in writers if each[0] not in awaited and each in reported]
+        return tuple(dict.fromkeys(waits + others))
 
     def filled(entry: Entry) -> Entry:
         first = first_waits(entry.task)
@@ -171,11 +172,6 @@ def starts_read(graph: EventGraph, task: TaskId) -> tuple[str, ...]:
     counts = {event.name: event.count.starts for event in graph.events}
     names += [counts[name] for name, _ in graph.waits.get(task, ()) if counts[name]]
     return tuple(dict.fromkeys(names))
-
-
-def graph_writers(graph: EventGraph, tensor: str) -> tuple[str, ...]:
-    """Ops that write a tensor."""
-    return tuple(op.name for op in graph.program.ops if any(a.tensor == tensor for a in op.writes))
 
 
 def _producer(graph: EventGraph, event: EventId) -> str:

@@ -11,8 +11,8 @@ A list is popped in order, so a task that is taken waits for tasks that were tak
 the drain of their queue.
 
 No race: of two tasks that conflict the later knows the earlier (knowledge.py), whose reasoning
-holds whichever tasks run; and before a guard or a count is read, what writes it is known. Next:
-interpret.py.
+holds whichever tasks run; and before a guard or a count is read, what writes it is known, which no
+later op overwrites. Next: interpret.py.
 """
 
 from collections import defaultdict
@@ -20,8 +20,8 @@ from collections.abc import Iterator
 
 from distmega.errors import CheckError
 from distmega.kernels.events.arguments import require
-from distmega.kernels.events.graph import TaskId
-from distmega.kernels.events.queues.assign import Drain, Entry, Queues, graph_writers, starts_read
+from distmega.kernels.events.graph import EventGraph, TaskId
+from distmega.kernels.events.queues.assign import Drain, Entry, Queues, starts_read
 from distmega.kernels.events.queues.knowledge import Knowledge
 
 
@@ -31,6 +31,7 @@ def check_queues(queues: Queues) -> None:
     nothing of that rank's order.
     """
     require(queues, Queues, "queues", "what make_queues gives")
+    _check_lasting(queues.graph)
     _check_order(queues)
     knowledge = Knowledge(queues)
     graph = queues.graph
@@ -50,13 +51,29 @@ def _check_starts(queues: Queues, knowledge: Knowledge, entry: Entry, starts: st
     """What guards and counts are read from is there before they are read: by what the SM awaited
     whatever runs.
     """
-    for writer in graph_writers(queues.graph, starts):
-        if not knowledge.before_guards[entry.task] >> knowledge.bit[writer, 0] & 1:
+    for writer in queues.graph.writers[starts]:
+        if not knowledge.before_guards[entry.task] >> knowledge.bit[writer] & 1:
             raise CheckError(
-                f"{_name(entry.task)} reads {starts!r}, which {writer!r} need not have written",
+                f"{_name(entry.task)} reads {starts!r}, which {writer[0]!r} need not have written",
                 expected="a wait for it before guards and counts are read",
                 remedy="await its event first",
             )
+
+
+def _check_lasting(graph: EventGraph) -> None:
+    """What guards and counts of tasks are read from is written by earlier ops alone: whether a task
+    runs is asked at any time, of those that do not run as well.
+    """
+    ops = {grid.op: n for n, grid in enumerate(graph.grids)}
+    for task in graph.all_tasks():
+        for starts in starts_read(graph, task):
+            for writer, _ in graph.writers[starts]:
+                if ops[writer] >= ops[task[0]]:
+                    raise CheckError(
+                        f"{_name(task)} reads {starts!r}, which {writer!r} overwrites",
+                        expected="starts that stay as they are once tasks are guarded by them",
+                        remedy="let it write a tensor of its own",
+                    )
 
 
 def _check_order(queues: Queues) -> None:

@@ -17,7 +17,7 @@ from distmega.errors import CheckError, HangError, ProgramError, counted
 from distmega.hostir.library.torch_types import describe, fits
 from distmega.kernels.events.arguments import require
 from distmega.kernels.events.graph import EventGraph, EventId, TaskId
-from distmega.kernels.events.queues.assign import Drain, Entry, Queues, graph_writers
+from distmega.kernels.events.queues.assign import Drain, Entry, Queues
 from distmega.kernels.events.queues.reference import TileReference
 from distmega.kernels.events.values import RunTime
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -137,13 +137,10 @@ class _Machine:
         self.random = order
         self.sms = [_Sm(queue) for queue in queues.sms]
         self.lists = [_List() for _ in queues.regions]
-        self.writers = [graph_writers(self.graph, region.starts) for region in queues.regions]
+        self.writers = [self.graph.writers[region.starts] for region in queues.regions]
         self.conflicts = self.graph.conflicts
         self.counters: dict[EventId, int] = {}
         self.ran: dict[TaskId, int] = {}
-        self.tensor_writers = {
-            access.tensor: op.name for op in self.graph.program.ops for access in op.writes
-        }
 
     @property
     def ended(self) -> bool:
@@ -217,8 +214,8 @@ class _Machine:
             own = self.graph.sources_of[event[0]] == "own"
             for rank in [self] if own else self.team:
                 rank.counters[event] = rank.counters.get(event, 0) + 1
-        for region, names in enumerate(self.writers):
-            if task[0] in names:
+        for region, writers in enumerate(self.writers):
+            if task in writers and self.ran.keys() >= {*writers}:
                 self.write_list(region)
 
     def look_for_remote_races(self, task: TaskId) -> None:
@@ -238,7 +235,7 @@ class _Machine:
                         )
 
     def write_list(self, region: int) -> None:
-        """The routing task writes the records of all tasks that run."""
+        """The last task that routes writes the records of all tasks that run."""
         stated, here = self.queues.regions[region], self.lists[region]
         here.records = [
             entry for entry in stated.entries if self.graph.runs(entry.task, self.known(entry.task))
@@ -271,10 +268,10 @@ class _Machine:
             }
         found = {}
         for name in names:
-            writer = self.tensor_writers.get(name)
-            if writer is not None and (writer, 0) not in self.ran:
+            left = [writer for writer, n in self.graph.writers[name] if (writer, n) not in self.ran]
+            if left:
                 raise CheckError(
-                    f"{name!r} is read before {writer!r} has written it",
+                    f"{name!r} is read before {left[0]!r} has written it",
                     expected="a wait before guards and counts are read",
                     remedy="await its event first",
                 )

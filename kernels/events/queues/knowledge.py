@@ -18,7 +18,6 @@ from distmega.kernels.events.queues.assign import (
     Queues,
     Region,
     assign_tasks,
-    graph_writers,
     starts_read,
 )
 from distmega.kernels.events.values import Guard
@@ -115,8 +114,7 @@ class Knowledge:
         """Writers of what a task's guards and counts are read from."""
         names = starts_read(self.graph, task)
         if names not in self._writers:
-            writers = {op for name in names for op in graph_writers(self.graph, name)}
-            self._writers[names] = self.bits(each for each in self.bit if each[0] in writers)
+            self._writers[names] = self.bits(w for name in names for w in self.graph.writers[name])
         return self._writers[names]
 
     def _starts_writers_of(self, region: Region) -> int:

@@ -36,7 +36,7 @@ from distmega.kernels.events.queues.assign import (
 )
 from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
-from distmega.program.text import parse_program
+from distmega.program.text import parse_program, print_program
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import replicate, shard
@@ -647,3 +647,66 @@ def test_states_written_through_a_view_stay_too():
     given = {"s": torch.zeros(9), "x": torch.ones(8)}
     assert run_queues(queues, given).tensors["out"].sum() == 8
     assert not given["s"].any()
+
+
+def rewritten(place: str, through: str) -> Program:
+    """Starts that an op writes anew: before they are read, between two ops or behind all."""
+    p = ProgramBuilder("anew")
+    x, ids = p.input("x", (4, 8)), p.input("ids", (4, 2), "i32")
+    routing = p.route(ids, 4, name="routing")
+    offsets = routing.offsets
+    shown = {
+        "itself": lambda: offsets,
+        "view": lambda: p.reshape(offsets, (5, 1), view=True, name="v"),
+        "part": lambda: p.slice(offsets, 0, 1, 5, view=True, name="v"),
+    }[through]()
+
+    def put(here: str) -> None:
+        if here == place:
+            p.set(p.input("z", shown.shape, "i32"), into=shown, name="put")
+
+    put("before")
+    rows = p.gather_rows(x, routing, name="rows")
+    put("between")
+    act = p.grouped_pointwise("silu(a0)", rows, routing=routing, name="act")
+    put("behind")
+    return p.build(p.reduce(act, 0, name="sum"))
+
+
+@pytest.mark.parametrize("through", ["itself", "view", "part"])
+@pytest.mark.parametrize("dynamic", ["never", "always"])
+def test_starts_that_are_written_anew_through_a_view(through: str, dynamic: Dynamic):
+    tiles = {"rows": {"e": 1, "r": 2}, "act": {"e": 1, "r": 2}}
+    program = rewritten("before", through)
+    queues = make_queues(analyse_events(program, tiles), 3, dynamic)
+    check_queues(queues)
+    starts = torch.tensor([0, 4, 4, 8, 8]).int()
+    z = starts[-program.tensor_map()["z"].num_elements :].view(program.tensor_map()["z"].shape)
+    given = {"x": torch.rand(4, 8), "ids": torch.tensor([[0, 2]] * 3 + [[0, 3]]).int(), "z": z}
+    for seed in range(5):
+        found = run_queues(queues, given, seed=seed).tensors["sum"]
+        torch.testing.assert_close(found, run_program(program, given)["sum"])
+    for place in ("between", "behind"):
+        queues = make_queues(analyse_events(rewritten(place, through), tiles), 3, dynamic)
+        with pytest.raises(
+            CheckError, match=r"^rows\[\d\] reads 'routing.offsets', which 'put' ov"
+        ):
+            check_queues(queues)
+
+
+@pytest.mark.parametrize("dynamic", ["never", "always"])
+def test_starts_that_are_a_view(dynamic: Dynamic):
+    program = experts(4, 2)
+    text = print_program(program).replace("  temp rows:", "  temp seen: i32[5]\n  temp rows:")
+    ops = text.index("  rows =")
+    text = (
+        text[:ops]
+        + "  seen = view[i0:5] routing.offsets(i0) -> seen(i0)\n"
+        + text[ops:].replace("routing.offsets(o)", "seen(o)")
+    )
+    shown = parse_program(text)
+    queues = make_queues(analyse_events(shown, TILES), 3, dynamic)
+    check_queues(queues)
+    tensors = given(shown, E1[0])
+    found = run_queues(queues, tensors).tensors["y"]
+    torch.testing.assert_close(found, run_program(program, given(program, E1[0]))["y"])
