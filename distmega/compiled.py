@@ -52,6 +52,8 @@ from distmega.hostir.library.torch_types import (
     fits,
     is_plain,
     misfit,
+    ordinary,
+    ordinary_tensors,
     require_real_tensors,
 )
 from distmega.hostir.lower.lower import lower_program
@@ -126,6 +128,7 @@ class CompiledProgram(OwnProcess):
 
     how_to_remake = "pickle its plan, and call compile_plan in the other process"
 
+    @ordinary_tensors()
     def __init__(
         self,
         plan: Plan,
@@ -216,13 +219,17 @@ class CompiledProgram(OwnProcess):
         weights and states are bound, so that later calls may leave them out. Others take their
         place, on all ranks in the same call, and the graph's, which is captured anew. inplace:
         outputs lie in the memory of the graph, until the next call of any compiled program on this
-        GPU. A state or a weight that is an output is that tensor itself, and what is bound as an
-        input lies where it was bound: one that shares a state's memory changes with it.
+        GPU. A state or a weight that is an output is that tensor itself, or of one made under
+        torch.inference_mode() another in its memory; what is bound as an input lies where it was
+        bound: one that shares a state's memory changes with it.
 
         Raises ProgramError for a tensor that is missing or does not fit, and for states that are
         void; RequestError for ids on a CPU that a table has no row for, and in a fork; RankFailure
         if a peer fails.
         """
+        if torch.is_inference_mode_enabled():
+            with ordinary_tensors():
+                return self(tensors, inplace=inplace)
         check_mapping(tensors)
         with self._guard:
             if self._kernel:
@@ -256,7 +263,7 @@ class CompiledProgram(OwnProcess):
                 expected="a GPU, whose clock stamps tasks",
                 remedy="compile the program for a GPU",
             )
-        with self._guard:
+        with self._guard, ordinary_tensors():
             if self._kernel:
                 self._kernel.raise_hang()
             inputs = self._take(tensors)
@@ -293,7 +300,7 @@ class CompiledProgram(OwnProcess):
             if x.is_neg():
                 raise _negated(name)
         self._check_apart({**self._bound, **tensors})
-        held = {name: self._hold(name, x) for name, x in tensors.items()}
+        held = {name: self._hold(name, ordinary(x)) for name, x in tensors.items()}
         if self._captured is not None:
             torch.cuda.synchronize(self.device)
             self._captured.release()

@@ -10,8 +10,9 @@ import os
 import threading
 from array import array
 from collections.abc import Generator, Mapping, Set
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from operator import index
+from types import TracebackType
 from typing import Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from distmega.arguments import shown
 from distmega.engine.ranks.own_process import require_process
 from distmega.errors import HangError, RequestError
+from distmega.hostir.library.torch_types import ordinary_tensors
 
 T = TypeVar("T")
 Tokens: TypeAlias = "array[int]"
@@ -32,6 +34,7 @@ class Calls:
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._number = 0
+        self._modes: list[AbstractContextManager[None]] = []
 
     def alone(self) -> Self:
         """Around a call, or a part of one that makes a whole. RequestError while another thread is
@@ -48,9 +51,19 @@ class Calls:
                 remedy="take turns with a lock, or put prompts into one batch (generate_all)",
             )
         self._number += 1
+        self._modes.append(ordinary_tensors())
+        self._modes[-1].__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._modes.pop().__exit__(kind, error, trace)
+        finally:
+            self._lock.release()
 
     def uninterrupted(self, steps: Generator[T]) -> Generator[T]:
         """What `steps` yields, each item by a call alone. RequestError where another call came

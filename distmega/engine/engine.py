@@ -49,6 +49,7 @@ from distmega.errors import (
 )
 from distmega.hostir.comm.communicator import Communicator, require_communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.library.torch_types import ordinary_tensors
 from distmega.hostir.lower.pipeline import FREE
 from distmega.kernels.machines import CPU, H200
 from distmega.kernels.runtime import warm_up
@@ -85,6 +86,7 @@ class Engine(OwnProcess):
 
     how_to_remake = "call open_engine in the other process"
 
+    @ordinary_tensors()
     def __init__(
         self,
         source: ModelSource,

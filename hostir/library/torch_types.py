@@ -5,8 +5,8 @@ The bottom half never imports torch, so the mapping lives here, with the first c
 tensors.
 """
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TypeGuard
 
 import torch
@@ -97,6 +97,29 @@ def require_real_tensors() -> None:
             expected="tensors that hold values",
             remedy="call the program outside of FakeTensorMode, torch.export and the like",
         )
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Around what makes tensors for later calls: torch lets nobody update those that were made
+    under torch.inference_mode() outside of it.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def ordinary(x: Tensor) -> Tensor:
+    """x, or where it was made under torch.inference_mode() another tensor in its memory, which can
+    be updated outside of it too.
+    """
+    if not x.is_inference():
+        return x
+    with ordinary_tensors():
+        made = torch.empty(0, dtype=x.dtype, device=x.device)
+        return made.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 def is_dense(x: Tensor) -> bool:

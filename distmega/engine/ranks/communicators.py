@@ -11,9 +11,11 @@ from distmega.hostir.comm.communicator import (
 )
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.comm.nccl_native import NativeNccl
+from distmega.hostir.library.torch_types import ordinary_tensors
 from distmega.sharding.layout.mesh import DeviceMesh
 
 
+@ordinary_tensors()
 def open_communicator(
     context: RankContext,
     mesh: DeviceMesh,
