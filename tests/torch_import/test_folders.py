@@ -223,3 +223,63 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path):
     save_file({name: x for name, x in tensors.items() if name != norm}, path)
     with pytest.raises(ModelError, match=f"lacks 1 of .* weights: {norm}"):
         distmega.open_model(tmp_path)
+
+
+def save_more(folder: Path, **more: torch.Tensor) -> None:
+    """Adds arrays to a saved model's file."""
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **more}, path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.o_proj.bias",
+        "model.layers.0.self_attn.sinks",
+        "model.layers.9.input_layernorm.weight",
+        "lm_head.bias",
+        "layers.0.mlp.extra.weight",
+    ],
+)
+def test_weights_that_no_layer_uses_are_refused(name: str, tmp_path: Path):
+    save_model(tmp_path, "granite")
+    save_more(tmp_path, **{name: torch.zeros(4)})
+    with pytest.raises(ModelError, match=f"holds 1 weight that the model does not use: {name};"):
+        distmega.open_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("granite", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+        ("gpt2", {"h.0.attn.bias": torch.ones(1, 1, 8, 8).tril()}),
+        ("gpt2", {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}),
+        ("gpt_neox", {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8)}),
+    ],
+)
+def test_what_old_classes_stored_is_accepted(
+    family: str, more: dict[str, torch.Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    save_model(tmp_path, family)
+    save_more(tmp_path, **more)
+    distmega.open_model(tmp_path)
+    assert not caplog.records
+
+
+def test_parts_that_a_class_leaves_out_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    save_model(tmp_path, "whisper")
+    save_more(tmp_path, **{"model.encoder.layers.0.fc1.weight": torch.ones(4)})
+    distmega.open_model(tmp_path)
+    assert "WhisperForCausalLM does not have, which are left out: model.encoder" in caplog.text
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_beside_a_tied_embedding_is_the_embedding(same: bool, tmp_path: Path):
+    model = save_model(tmp_path, "gemma2")
+    embedding = model.get_input_embeddings().weight.detach()
+    save_more(tmp_path, **{"lm_head.weight": embedding.clone() if same else embedding + 1})
+    if same:
+        distmega.open_model(tmp_path)
+        return
+    with pytest.raises(ModelError, match=r"^lm_head\.weight in .*, which is not model\.embed_tok"):
+        distmega.open_model(tmp_path)

@@ -71,13 +71,13 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROWS_COMPARED = 16
 
 
-def _require_tied(embedding: SafetensorsArray, head: SafetensorsArray, folder: Path) -> None:
+def require_tied(embedding: SafetensorsArray, head: SafetensorsArray, folder: Path) -> None:
     """ModelError where the first rows of an embedding and of the head that shares it differ."""
     rows = (slice(ROWS_COMPARED),)
     one, other = (each.file.get_slice(each.name)[rows] for each in (embedding, head))
     if one.shape != other.shape or not torch.equal(one, other):
         raise ModelError(
-            f"{HEAD} in {folder}, which is not {EMBEDDING}",
+            f"{head.name} in {folder}, which is not {embedding.name}",
             expected="one matrix for both, by tie_word_embeddings: true of its config.json",
             remedy="set tie_word_embeddings to false there, or leave the head out",
         )
@@ -95,7 +95,7 @@ def read_safetensors(folder: Path, config: ModelConfig) -> dict[str, StoredReade
         return name.endswith("rotary_emb.inv_freq") or (config.tied and name == HEAD)
 
     if config.tied and {EMBEDDING, HEAD} <= arrays.keys():
-        _require_tied(arrays[EMBEDDING], arrays[HEAD], folder)
+        require_tied(arrays[EMBEDDING], arrays[HEAD], folder)
     shapes = {name: tuple(a.file.get_slice(name).get_shape()) for name, a in arrays.items()}
     check_stored(wanted, shapes, ignored, str(folder))
     for name in wanted:

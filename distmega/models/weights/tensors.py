@@ -140,6 +140,9 @@ def _spec(
     )
 
 
+_CHECK = "check that the configuration belongs to these weights, or download them again"
+
+
 def check_stored(
     wanted: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
@@ -151,23 +154,27 @@ def check_stored(
 
     ignored: says which further arrays are known to hold nothing that the decoder needs.
     """
-    remedy = "check that the configuration belongs to these weights, or download them again"
     missing = [name for name in wanted if name not in shapes]
     if missing:
-        found = f"{where} lacks {len(missing)} of {len(wanted)} weights: {_some(missing)}"
-        raise ModelError(found, expected="all weights of the configuration", remedy=remedy)
+        found = f"{where} lacks {len(missing)} of {len(wanted)} weights: {some_of(missing)}"
+        raise ModelError(found, expected="all weights of the configuration", remedy=_CHECK)
     for name, shape in wanted.items():
         if shapes[name] != shape:
             found = f"{name} in {where} has shape {list(shapes[name])}"
-            raise ModelError(found, expected=str(list(shape)), remedy=remedy)
-    stray = [name for name in shapes if name not in wanted and not ignored(name)]
+            raise ModelError(found, expected=str(list(shape)), remedy=_CHECK)
+    require_used([name for name in shapes if name not in wanted and not ignored(name)], where)
+
+
+def require_used(stray: list[str], where: str) -> None:
+    """ModelError for arrays of a file that are no weights of the model."""
     if stray:
         count = counted(len(stray), "weight")
-        found = f"{where} holds {count} that the model does not use: {_some(stray)}"
-        raise ModelError(found, expected="only weights of the configuration", remedy=remedy)
+        found = f"{where} holds {count} that the model does not use: {some_of(stray)}"
+        raise ModelError(found, expected="only weights of the configuration", remedy=_CHECK)
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: list[str]) -> str:
+    """The first of these, for a message."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 

@@ -20,11 +20,16 @@ from transformers.core_model_loading import WeightRenaming
 
 from distmega.errors import CaptureError, ModelError
 from distmega.models.fields import read_json
-from distmega.models.huggingface.safetensors_source import SafetensorsArray, open_arrays
+from distmega.models.huggingface.safetensors_source import (
+    SafetensorsArray,
+    open_arrays,
+    require_tied,
+)
 from distmega.models.weights.tensors import Slices, WeightReader, resolve_slices
 from distmega.program.types import KNOWN
 from distmega.torch_import.forms import Derived
 from distmega.torch_import.huggingface.decoders import HfDecoder, open_decoder
+from distmega.torch_import.huggingface.leftovers import check_leftovers
 
 _DTYPES = ("F32", "F16", "BF16")
 
@@ -200,7 +205,7 @@ def _stored(arrays: Mapping[str, Any], name: str) -> _Stored | None:
 
 def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
     """Readers of the parameters of a folder's model. ModelError where some are missing or have
-    other shapes.
+    other shapes, where tied ones differ, and for what none of its layers uses.
     """
     arrays = open_arrays(folder)
     model = decoder.model(decoder.dtype)
@@ -213,6 +218,7 @@ def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
         same.setdefault(id(tensor), []).append(name)
     stored: dict[str, Any] = {}
     missing: list[str] = []
+    used: set[str] = set()
     for name, tensor in held.items():
         names = [name, *same[id(tensor)]]
         names += [each.removeprefix(prefix) for each in names]
@@ -228,7 +234,9 @@ def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
                 missing.append(name)
             else:
                 stored[name] = experts
+                used |= {part.array.name for parts in experts.experts for part in parts}
             continue
+        used.add(found)
         array = arrays[found]
         shape = tuple(array.file.get_slice(found).get_shape())
         dtype = array.file.get_slice(found).get_dtype()
@@ -245,4 +253,13 @@ def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
             expected="all weights of the configuration",
             remedy="check that the configuration belongs to these weights, or download them again",
         )
+    for names in same.values():
+        tied = [*dict.fromkeys(in_files[each] for each in names if each in in_files)]
+        for other in tied[1:]:
+            require_tied(arrays[tied[0]], arrays[other], folder)
+    unused: dict[str, list[str]] = {}
+    for name, array_name in in_files.items():
+        if array_name not in used:
+            unused.setdefault(array_name, []).append(name)
+    check_leftovers(model, prefix, unused, arrays, folder)
     return Readers(decoder, stored)
