@@ -96,7 +96,7 @@ def _exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     try:
         return export(strict=False)
     except Exception as error:  # of many classes, which torch keeps to itself
-        if not _asks_for_values(error):
+        if not asks_for_values(error):
             raise
         try:
             return export(strict=True)
@@ -104,7 +104,7 @@ def _exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
             raise error from None
 
 
-def _asks_for_values(error: Exception) -> bool:
+def asks_for_values(error: Exception) -> bool:
     """Whether torch.export refused a module since it has shapes alone."""
     kind = type(error).__name__
     return "data-dependent" in str(error) or "DataDependent" in kind or "DynamicOutput" in kind

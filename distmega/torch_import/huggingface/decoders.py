@@ -28,7 +28,7 @@ from distmega.models.sampling import GREEDY, Method
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
 from distmega.torch_import.conversion import Graph, convert
-from distmega.torch_import.exported import export_module
+from distmega.torch_import.exported import EXPORTING, asks_for_values, export_module
 from distmega.torch_import.forms import Derived, Normal, normalise
 from distmega.torch_import.huggingface.attention import (
     Before,
@@ -38,6 +38,7 @@ from distmega.torch_import.huggingface.attention import (
     rows_cache,
 )
 from distmega.torch_import.huggingface.masks import check_masks
+from distmega.torch_import.huggingface.rotations import fix_frequencies, scaling_kinds
 from distmega.torch_import.operators import custom_ops
 
 _RANDOM = ("normal_", "uniform_", "trunc_normal_")
@@ -87,6 +88,7 @@ def make_model(config: PretrainedConfig, dtype: str, attention: str) -> nn.Modul
         each._attn_implementation = attention
         each._experts_implementation = "batched_mm"  # whatever tokens choose, of one shape
     bare: nn.Module = model.eval().requires_grad_(False)
+    fix_frequencies(bare, 1)
     return bare
 
 
@@ -207,7 +209,9 @@ class HfDecoder:
         num_rows = num_tokens if prompt else num_tokens * batch
         step = _DecodeStep(self, num_rows, max_context, batch, dtype, prompt, logits)
         layers = [] if self.states else _layers(step, self.num_layers)
-        exported = export_module(step, (), _inputs(num_rows, batch, prompt=prompt), layers)
+        with EXPORTING:
+            fix_frequencies(step.model, max_context)
+            exported = export_module(step, (), _inputs(num_rows, batch, prompt=prompt), layers)
         name = f"decoder_{num_tokens}" + (f"x{batch}" if batch > 1 else "")
 
         def choose(
@@ -309,6 +313,14 @@ def _group(config: PretrainedConfig, shapes: Sequence[CacheShape]) -> int:
 
 def _failed(config: PretrainedConfig, model: nn.Module | None, error: Exception) -> CaptureError:
     """What to say of a class that fails with a cache of keys, values and states."""
+    kinds = scaling_kinds(model) if model is not None and asks_for_values(error) else ()
+    if kinds:
+        return CaptureError(
+            f"rope scaling {', '.join(kinds)} of {config.model_type}, whose class asks for the "
+            "positions of each call",
+            expected="frequencies that follow from the configuration and the context",
+            remedy="use a model of another class, or run this one by transformers",
+        )
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if model is not None and _runs_alone(model):
         return CaptureError(
