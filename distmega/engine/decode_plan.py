@@ -396,10 +396,13 @@ def _undivided(config: AnyDecoder, mesh: DeviceMesh) -> PlanError | None:
         largest = max(n for n in range(1, size) if _divides(config, axis, n))
         heads = counted(config.num_kv_heads, "kv head")
         each = counted(config.group, "query head")
+        kept = config.group > 1 and most_copies(config) == 1
+        more = "" if config.recurrent_states else f", and {argument('pp')} for more ranks"
         return PlanError(
-            f"{axis}={size} can't divide attention of {heads}, {each} per kv head",
+            f"{axis}={size} can't divide attention of {heads}, {each} per kv head"
+            + (", which this model's decoder can't copy to several ranks" if kept else ""),
             expected=f"at most {axis}={largest}, where less than half of the heads is padding",
-            remedy=f"use {axis}={largest} or less",
+            remedy=f"use {axis}={largest} or less{more}",
         )
     return None
 

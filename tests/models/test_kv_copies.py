@@ -25,6 +25,8 @@ from distmega.sharding.search.cost import Machine
 from distmega.sharding.search.predict import predict_us
 from distmega.sources.copied_source import open_copies
 from distmega.sources.load import open_model
+from distmega.torch_import.huggingface.decoders import open_decoder
+from tests.torch_import.huggingface.test_decoders import family_config
 
 OPTIONS = EngineOptions(max_context=32)
 
@@ -130,6 +132,19 @@ def test_too_many_ranks_are_told_how_many_can_share():
     ):
         plan_decode(config, model_mesh(9, 1), CPU, OPTIONS)
     assert plan_decode(config, model_mesh(7, 1), CPU, OPTIONS).kv_copies == 2
+
+
+def test_models_whose_heads_are_not_copied_say_so():
+    olmoe = replace(open_model("tiny-olmoe").config, num_heads=4, num_kv_heads=2)
+    granite = open_decoder(family_config("granite"))
+    for config in (olmoe, granite):
+        assert (config.num_kv_heads, config.group, most_copies(config)) == (2, 2, 1)
+        with pytest.raises(
+            PlanError,
+            match=r"2 query heads per kv head, which this model's decoder can't copy to several "
+            r"ranks; .* use tp=3 or less, and pp for more ranks",
+        ):
+            plan_decode(config, model_mesh(4, 1), CPU, OPTIONS)
 
 
 @pytest.mark.parametrize("batch", [2, 3, 8])
