@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self, TypeAlias, TypeVar
 
 import numpy as np
+import torch
 
 from distmega.arguments import shown
 from distmega.engine.ranks.own_process import require_process
@@ -109,13 +110,14 @@ class RanksInStep:
 
 
 def require_tokens(ids: object, vocab: int) -> list[int]:
-    """Token ids as whole numbers, from 0 to vocab - 1; RequestError for anything else, and for what
-    holds them in no order, or is a text.
+    """Token ids as whole numbers, from 0 to vocab - 1; RequestError for anything else, True and
+    False among it, and for what holds them in no order, or is a text.
     """
-    try:
-        found = None if isinstance(ids, bytes | Mapping | Set) else [*map(index, ids)]  # type: ignore[call-overload]
-    except (TypeError, RuntimeError):  # of a tensor of several dims
-        found = None
+    found = None
+    if not isinstance(ids, bytes | Mapping | Set):
+        with suppress(TypeError, RuntimeError):  # not whole, or a tensor of several dims
+            given = [*ids]  # type: ignore[misc]
+            found = None if any(map(_is_switch, given)) else [*map(index, given)]
     if found is None:
         raise RequestError(
             f"tokens {shown(ids)}",
@@ -132,11 +134,16 @@ def require_tokens(ids: object, vocab: int) -> list[int]:
     return found
 
 
+def _is_switch(token: object) -> bool:
+    """Whether something is True or False, or a tensor of these."""
+    return isinstance(token, bool) or getattr(token, "dtype", None) is torch.bool
+
+
 def prompt_tokens(ids: object, vocab: int) -> Tokens:
     """As require_tokens, of many: an array reads a list in a quarter of the time."""
     found = None
-    if isinstance(ids, list | tuple):
-        with suppress(TypeError, RuntimeError, OverflowError):  # not whole, or not one by one
+    if isinstance(ids, list | tuple) and {*map(type, ids)} <= {int}:
+        with suppress(OverflowError):
             found = array("q", ids)
     elif type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype.kind in "iu":
         found = array("q", ids.astype(np.int64).tobytes())

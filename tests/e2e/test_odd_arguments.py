@@ -151,7 +151,7 @@ def test_engines_are_opened_and_called_with_their_types() -> None:
     check(engine.logits, {"ids": [1, 2]}, ids=ids)
     check(engine.prefill_all, {"prompts": [[1, 2]]}, prompts=list | tuple)
     check(lambda prompt: engine.prefill_all([prompt]), {"prompt": [1]}, prompt=ids)
-    numbers = int | np.integer | torch.Tensor | bool
+    numbers = int | np.integer | torch.Tensor
     check(lambda token: (engine.prefill([1]), engine.decode(token)), {"token": 1}, token=numbers)
     check(lambda all: (engine.prefill([1]), engine.decode_step(all)), {"all": [1]}, all=ids)
     given = {"prompts": [[1]], "limit": 2, "sampling": None, "ignore_eos": False}

@@ -1,11 +1,15 @@
 """Prompts are read as arrays, but give and refuse what reading a token at a time does."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
+import distmega
 from distmega.engine.calls import prompt_tokens, require_tokens
 from distmega.errors import RequestError
+from tests.e2e.test_library import CPU_RANK
 
 VOCAB = 300
 
@@ -37,7 +41,6 @@ class OnGpu:
         np.zeros(0, dtype=np.int32),
         torch.arange(4),
         [np.int32(3), 4],
-        [True, 2],
         [torch.tensor(5), 6],
         [OnGpu(3), OnGpu(4)],
         np.arange(5)[::-1],
@@ -68,6 +71,13 @@ def test_what_is_a_token_at_a_time_is_one_in_many(ids):
         np.ones((2, 2), dtype=np.int64),
         ["1"],
         [np.True_, 1],
+        [True, 2],
+        (False,),
+        np.ones(3, dtype=bool),
+        torch.tensor([True, False]),
+        [torch.tensor(True), 1],
+        [np.float32(1)],
+        torch.ones(2),
         "12",
         b"12",
         {1, 2},
@@ -85,3 +95,18 @@ def test_what_is_refused_a_token_at_a_time_is_refused_in_the_same_words(ids):
     with pytest.raises(RequestError) as many:
         prompt_tokens(ids, VOCAB)
     assert str(many.value) == str(one.value)
+
+
+@pytest.mark.parametrize("ids", [[True, False], [1.5], torch.tensor([True])], ids=str)
+def test_an_engine_names_what_are_no_tokens(ids):
+    engine = distmega.open_engine(
+        CPU_RANK, distmega.open_model("tiny-llama"), 1, distmega.EngineOptions(max_context=8)
+    )
+    named = re.escape(f"tokens {ids}; expected whole numbers in a sequence")
+    for call in (engine.prefill, engine.logits, lambda ids: next(engine.generate(ids))):
+        with pytest.raises(RequestError, match=named):
+            call(ids)
+    engine.prefill([np.int64(1)])
+    with pytest.raises(RequestError, match=named):
+        engine.decode_step(ids)
+    assert engine.decode(np.int32(2)) >= 0
