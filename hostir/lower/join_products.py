@@ -94,11 +94,11 @@ class _Joining:
         if not first:
             return self.local
         gone = {op.name for group in first.values() for op in group}
-        tensors, ops = list(program.tensors), list[Op]()
+        tensors, ops = dict.fromkeys(program.tensors), list[Op]()
         for op in program.ops:
             if op.name in first:
                 weight, product, views = self.join(first[op.name])
-                tensors += [weight, product[1]]
+                tensors |= dict.fromkeys([weight, product[1]])  # others may read this weight too
                 ops += [product[0], *views]
             elif op.name not in gone:
                 ops.append(op)

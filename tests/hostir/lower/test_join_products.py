@@ -61,6 +61,28 @@ def test_neighbours_are_multiplied_once_and_results_are_views():
     ]
 
 
+def test_weights_that_several_products_read_are_joined_once():
+    p = ProgramBuilder("twice")
+    x, a, b = p.input("x", (3, 8)), p.weight("a", (8, 8)), p.weight("b", (8, 8))
+    for turn in range(2):
+        parts = p.linear(x, a, name=f"pa{turn}"), p.linear(x, b, name=f"pb{turn}")
+        x = p.pointwise("a0 * a1", *parts, name=f"x{turn}")
+    plan = plan_program(p.build(x), DeviceMesh(tp=1), CPU)
+    local = localize(plan)
+    joined = join_products(local, {"a": "b"}, CPU)
+    assert [tensor.name for tensor in joined.program.with_role("weight")] == ["a", "b", "a@b"]
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (8, 8), "b": (8, 8), "x": (3, 8)}
+    given = {n: torch.randint(-4, 5, s, generator=generator) / 4 for n, s in shapes.items()}
+    both = {"a@b": torch.cat([given["a"], given["b"]])}
+    outs = []
+    for each in (local, joined):
+        host = run_passes(lower_program(each, megakernel=False, peer_memory=False))
+        comm = SingleCommunicator(plan.mesh)
+        outs.append(Evaluator(host, comm, {}).run({**given, **both})["x1"])
+    torch.testing.assert_close(outs[1], outs[0])
+
+
 @pytest.mark.parametrize(
     ("between", "neighbours", "names"),
     [
