@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.core_model_loading import Chunk, WeightConverter
 
 import distmega
 from distmega.cli.explain import collect_decode, write_report
@@ -283,3 +284,30 @@ def test_a_head_beside_a_tied_embedding_is_the_embedding(same: bool, tmp_path: P
         return
     with pytest.raises(ModelError, match=r"^lm_head\.weight in .*, which is not model\.embed_tok"):
         distmega.open_model(tmp_path)
+
+
+def test_matrices_that_files_hold_side_by_side_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As transformers cuts them for classes that say so; rows are read where they lie."""
+    model = save_model(tmp_path, "granite")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    names = [name for name in tensors if name.endswith("mlp.gate_proj.weight")]
+    for gate in names:
+        up = gate.replace("gate", "up")
+        tensors[gate.replace("gate", "fused")] = torch.cat([tensors.pop(gate), tensors.pop(up)])
+    save_file(tensors, path)
+    with pytest.raises(ModelError, match=r"lacks \d+ of"):
+        distmega.open_model(tmp_path)
+    cut = WeightConverter(
+        "mlp.fused_proj.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(dim=0)]
+    )
+    monkeypatch.setattr(
+        "distmega.torch_import.huggingface.source.get_model_conversion_mapping", lambda _: [cut]
+    )
+    stored = distmega.open_model(tmp_path).readers.stored
+    for gate in names:
+        for name in (gate, gate.replace("gate", "up")):
+            found = torch.from_numpy(stored[name].read((slice(3, 9), slice(2, 5))))
+            assert torch.equal(found, model.get_parameter(name)[3:9, 2:5])

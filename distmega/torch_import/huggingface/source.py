@@ -6,7 +6,7 @@ brings along is never run. Called by sources/locate.py and sources/load.py where
 not cover the model; next on the walk: decoders.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import Chunk, WeightRenaming
 
 from distmega.errors import CaptureError, ModelError
 from distmega.models.fields import read_json
@@ -71,14 +71,20 @@ def read_decoder(path: Path, eos_ids: tuple[int, ...]) -> HfDecoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stored:
-    """A parameter in a file."""
+    """A parameter in a file; it begins at `first` along `dim` of the array."""
 
     array: SafetensorsArray
     shape: tuple[int, ...]
+    dim: int = 0
+    first: int = 0
 
     def read(self, slices: Slices = ()) -> NDArray[np.float32]:
         """The part that `slices` select, as float32."""
-        return self.array.read(tuple(resolve_slices(self.shape, slices)))
+        ranges = resolve_slices(self.shape, slices)
+        if self.first:
+            start, stop = ranges[self.dim]
+            ranges[self.dim] = (start + self.first, stop + self.first)
+        return self.array.read(tuple(ranges))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +201,33 @@ def _names_in_files(model: torch.nn.Module, arrays: Mapping[str, Any]) -> dict[s
     return changed | {name: name for name in arrays}
 
 
+def _chunks_in_files(
+    model: torch.nn.Module, in_files: Mapping[str, str], arrays: Mapping[str, Any]
+) -> dict[str, _Stored]:
+    """Parameters that files hold side by side in one array, where transformers cuts it into equal
+    chunks.
+    """
+    found: dict[str, _Stored] = {}
+    for converter in get_model_conversion_mapping(model):
+        operations: Sequence[Any] = getattr(converter, "operations", ())
+        targets = converter.target_patterns
+        if [*map(type, operations)] != [Chunk] or len(targets) < 2:
+            continue
+        dim = operations[0].dim
+        for name, array_name in in_files.items():
+            first, pattern = converter.rename_source_key(name)
+            whole = None if pattern is None else _stored(arrays, array_name)
+            if whole is None or whole.shape[dim] % len(targets):
+                continue
+            shape = [*whole.shape]
+            shape[dim] //= len(targets)
+            for number, target in enumerate(targets):
+                found[first.replace(targets[0], target, 1)] = _Stored(
+                    array=whole.array, shape=tuple(shape), dim=dim, first=number * shape[dim]
+                )
+    return found
+
+
 def _stored(arrays: Mapping[str, Any], name: str) -> _Stored | None:
     """A tensor of the files, in a type that is read; None where they have none."""
     array = arrays.get(name)
@@ -213,6 +246,7 @@ def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
     held = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     in_files = _names_in_files(model, arrays)
+    chunks = _chunks_in_files(model, in_files, arrays)
     same: dict[int, list[str]] = {}
     for name, tensor in held.items():
         same.setdefault(id(tensor), []).append(name)
@@ -225,6 +259,11 @@ def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
         found = next((in_files[each] for each in names if each in in_files), None)
         if found is None and name in buffers:
             stored[name] = _Known(tensor=tensor)
+            continue
+        chunk = next((chunks[each] for each in names if each in chunks), None)
+        if found is None and chunk is not None and chunk.shape == tuple(tensor.shape):
+            stored[name] = chunk
+            used.add(chunk.array.name)
             continue
         if found is None:
             experts = _find_experts(
