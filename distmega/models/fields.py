@@ -103,8 +103,19 @@ MAX_TEXT_BYTES = 2**28
 """Of a JSON file or a template; the largest tokenizer.json in use has 2^25."""
 
 
+def require_target(path: Path) -> None:
+    """ModelError for a link to what is not there, as caches have them whose files were removed."""
+    if path.is_symlink() and not path.exists():
+        raise ModelError(
+            f"{path} is a link to {path.readlink()}, which is not there",
+            expected="what it links to",
+            remedy="download it again, or copy a folder of links with what they link to (cp -rL)",
+        )
+
+
 def require_file(path: Path) -> None:
     """ModelError for what is there and no file: reading a pipe or a device might never end."""
+    require_target(path)
     if path.exists() and not path.is_file():
         raise ModelError(
             f"{path} is not a file", expected="a regular file", remedy="check the path"

@@ -15,7 +15,7 @@ from typing import Literal
 from distmega.arguments import require_type
 from distmega.errors import ModelError, UnknownModelError
 from distmega.models.decoder import AnyDecoder
-from distmega.models.fields import read_json
+from distmega.models.fields import read_json, require_target
 from distmega.models.huggingface.hub import hub_folder, is_hub_id
 from distmega.models.presets import PRESETS
 from distmega.sources import late
@@ -64,6 +64,7 @@ def locate_model(name: str | PathLike[str], *, weights: bool = False) -> Locatio
         folder = hub_folder(name, _expected_names(), weights=weights)
         return Location(kind="folder", name=name, path=folder, of_hub=True)
     if path.is_dir():
+        require_target(path / _CONFIG)
         if not (path / _CONFIG).is_file():
             found = f"folder {name!r} has no {_CONFIG}"
             remedy = "give a Hugging Face model's folder, or the path of a .gguf file"
@@ -81,6 +82,7 @@ def _path_of(name: str) -> Path | None:
     """The path that a name is, if there is something. ModelError where the system won't say."""
     try:
         path = Path(name).expanduser()
+        require_target(path)
         return path if name and path.exists() else None
     except RuntimeError:  # the home of nobody
         return None
@@ -111,6 +113,7 @@ def config_at(location: Location) -> AnyDecoder:
     folder = location.path if location.kind == "folder" else location.path.parent
     path = folder / _CONFIG if location.kind == "folder" else location.path
     fields, further = read_json(path), tuple[int, ...]()
+    require_target(folder / _GENERATION)
     if (folder / _GENERATION).is_file():
         further = read_json(folder / _GENERATION).token_ids("eos_token_id")
     try:

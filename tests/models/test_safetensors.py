@@ -5,6 +5,7 @@ incomplete folders.
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from distmega.errors import ModelError
 from distmega.models.fields import read_json
 from distmega.models.weights.tensors import weight_specs
 from distmega.sources.load import ModelSource, open_model
-from tests.models.files import FAMILIES
+from tests.models.files import FAMILIES, save_tokenizer
 
 Family = tuple[transformers.PreTrainedModel, Path]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -203,6 +204,37 @@ def test_shards_may_be_links_and_lie_in_folders(sharded: Path):
     }
     (sharded / INDEX).write_text(json.dumps(index))
     assert open_model(str(sharded)).weight("norm").read().size == 48
+
+
+LINKED = (
+    SINGLE, INDEX, "config.json", "generation_config.json", "tokenizer.json",
+    "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_to_nothing_is_named(name: str, tmp_path: Path):
+    """A cache of the Hub holds links, whose targets may be gone."""
+    save_tokenizer(tmp_path)
+    FAMILIES["qwen3"].build().save_pretrained(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("../../blobs/3f2a")
+    with pytest.raises(
+        ModelError, match=rf"{re.escape(name)} is a link to \.\./\.\./blobs/3f2a, .*cp -rL"
+    ):
+        open_model(tmp_path).tokenizer()
+
+
+def test_a_shard_and_a_model_that_link_to_nothing_are_named(sharded: Path):
+    shard = min(sharded.glob("*.safetensors"))
+    shard.unlink()
+    shard.symlink_to("gone")
+    with pytest.raises(ModelError, match=rf"{shard.name} is a link to gone, which is not there"):
+        open_model(sharded)
+    model = sharded / "model.gguf"
+    model.symlink_to("gone.gguf")
+    with pytest.raises(ModelError, match=r"model\.gguf is a link to gone\.gguf"):
+        open_model(model)
 
 
 @pytest.mark.parametrize("name", [SINGLE, "config.json", "generation_config.json"])

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from distmega.errors import ModelError
 from distmega.models.config import ModelConfig
-from distmega.models.fields import read_json, require_file
+from distmega.models.fields import read_json, require_file, require_target
 from distmega.models.weights.tensors import (
     Array,
     Range,
@@ -116,6 +116,8 @@ def open_arrays(folder: Path, otherwise: str = "") -> dict[str, SafetensorsArray
     """All arrays of the folder by name: through the index, or of the single file, or of whatever
     files there are. otherwise: what else can be done where there are none.
     """
+    for name in (_INDEX, _SINGLE):
+        require_target(folder / name)
     if (folder / _INDEX).is_file():
         return _open_indexed(folder)
     paths = (
@@ -148,6 +150,7 @@ def _open_indexed(folder: Path) -> dict[str, SafetensorsArray]:
             found = f"{folder / _INDEX} names {shard!r}, which is outside of its folder"
             remedy = "download the model from where you trust it"
             raise ModelError(found, expected="names of files in the folder", remedy=remedy)
+        require_target(folder / shard)
     missing = sorted({shard for shard in shards.values() if not (folder / shard).is_file()})
     if missing:
         found = f"{folder / _INDEX} names {missing[0]!r}, which is not there"

@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 
 from distmega.errors import ModelError
-from distmega.models.fields import Fields, parse_json, read_json, read_text
+from distmega.models.fields import Fields, parse_json, read_json, read_text, require_target
 from distmega.models.text.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -14,6 +14,7 @@ TOKENIZER_FILE = "tokenizer.json"
 def tokenizer_from_folder(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
     """Reads tokenizer.json, and tokenizer_config.json and chat_template.jinja where they exist."""
     path = folder / TOKENIZER_FILE
+    require_target(path)
     if not path.is_file():
         found = f"{folder} has no {TOKENIZER_FILE}"
         remedy = "download it, or save the tokenizer with transformers"
@@ -44,6 +45,7 @@ def tokenizer_from_folder(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
 
 
 def _optional_json(path: Path) -> Fields:
+    require_target(path)
     return read_json(path) if path.is_file() else Fields({}, str(path))
 
 
@@ -57,6 +59,7 @@ def _special(settings: Fields, key: str) -> str:
 def _chat_template(folder: Path, settings: Fields) -> str:
     """The template of its own file, or of the settings: one text, or a list of named ones."""
     path = folder / "chat_template.jinja"
+    require_target(path)
     if path.exists():
         return read_text(path)
     if isinstance(settings.data.get("chat_template"), list):
