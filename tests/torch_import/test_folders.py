@@ -185,6 +185,20 @@ def test_code_of_a_folder_is_never_run(tmp_path: Path):
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("hrm_text9", r"did you mean 'hrm_text'\? if not, run: pip install -U transformers"),
+        ("zzzz", r"run: pip install -U transformers, or use another model"),
+    ],
+)
+def test_a_type_that_nobody_knows_is_told_which_there_are(kind: str, remedy: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    known = rf"'{kind}' in .*; expected one of llama, .* decoders of transformers \d.* in all, .*; "
+    with pytest.raises(ModelError, match=known + remedy):
+        read_config(tmp_path)
+
+
 def test_what_is_wrong_with_a_request_is_told_before_its_model_is_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -6,8 +6,10 @@ brings along is never run. Called by sources/locate.py and sources/load.py where
 not cover the model; next on the walk: decoders.py.
 """
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from numpy.typing import NDArray
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Chunk, WeightRenaming
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from distmega.errors import CaptureError, ModelError
+from distmega.models.config import ARCHITECTURES
 from distmega.models.fields import read_json
 from distmega.models.huggingface.safetensors_source import (
     SafetensorsArray,
@@ -41,14 +45,7 @@ def read_decoder(path: Path, eos_ids: tuple[int, ...]) -> HfDecoder:
     fields = read_json(path)
     kind = fields.text("model_type")
     if kind not in CONFIG_MAPPING:
-        own = "auto_map" in fields
-        raise ModelError(
-            f"model_type {kind!r} in {path}" + (", which brings code of its own" if own else ""),
-            expected="a model that the installed transformers has",
-            remedy="such code is never run; use a model of transformers' own"
-            if own
-            else "upgrade transformers",
-        )
+        raise _unknown_type(kind, path, own_code="auto_map" in fields)
     if "quantization_config" in fields:
         raise ModelError(
             f"quantised weights in {path}",
@@ -67,6 +64,24 @@ def read_decoder(path: Path, eos_ids: tuple[int, ...]) -> HfDecoder:
             expected="the configuration of a decoder, as transformers writes it",
             remedy="check config.json, or use another model",
         ) from error
+
+
+def _unknown_type(kind: str, path: Path, *, own_code: bool) -> ModelError:
+    """The error for a model_type that transformers does not have."""
+    known = {*ARCHITECTURES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    close = difflib.get_close_matches(kind, sorted(known), n=1)
+    remedy = "run: pip install -U transformers, or use another model"
+    if own_code:
+        remedy = "such code is never run; use a model of transformers' own"
+    elif close:
+        remedy = f"did you mean {close[0]!r}? if not, {remedy}"
+    return ModelError(
+        f"model_type {kind!r} in {path}" + (", which brings code of its own" if own_code else ""),
+        expected=f"one of {', '.join(ARCHITECTURES)}, or one of the other decoders of transformers"
+        f" {version('transformers')}: {len(known)} in all, named in its"
+        " MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+        remedy=remedy,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
