@@ -6,7 +6,7 @@
 # PYTHON names another python3. Over several machines, give torchrun itself --nnodes and --rdzv-endpoint.
 #
 # Nothing listens beyond loopback: the agent, whose stores listen at all addresses (--standalone too), gets a
-# nameless file of this user instead, and rank 0 opens the store of the ranks.
+# nameless file of this user instead, and rank 0 opens the store of the ranks. Ctrl-C ends it with 130.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
@@ -19,5 +19,5 @@ store=$(mktemp)
 exec 9<>"$store"
 rm "$store"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-exec "${PYTHON:-python3}" -m torch.distributed.run --nnodes 1 --nproc-per-node "$num_ranks" --local-addr 127.0.0.1 \
+exec "${PYTHON:-python3}" -m distmega.launch.agent --nnodes 1 --nproc-per-node "$num_ranks" --local-addr 127.0.0.1 \
   --rdzv-backend c10d --rdzv-conf store_type=file --rdzv-endpoint /dev/fd/9 -m distmega "$@"

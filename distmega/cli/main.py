@@ -274,21 +274,25 @@ def _run_reported(arguments: Sequence[str] | None) -> int:
 
 @contextmanager
 def _ending_in_order() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does, with exit code 143. Not under torchrun, whose agent
-    ends its ranks so and tells how they ended.
+    """SIGTERM ends the command as Ctrl-C does, with exit code 143. Under torchrun, whose agent ends
+    its ranks so and tells how they ended, both end it at once: while a rank waits for a store or
+    for its peers, Python would not heed Ctrl-C.
     """
-    if is_under_torchrun() or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    if is_under_torchrun():
+        number, before = signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_DFL)
+    else:
+        number, before = signal.SIGTERM, signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 def _report(error: DistmegaError) -> None:

@@ -105,7 +105,7 @@ def test_a_ray_job_whose_result_is_elsewhere(tmp_path: Path) -> None:
 
 def test_torchrun_and_local(tmp_path: Path) -> None:
     done = run_script(tmp_path, "torchrun.sh", "2", "generate", "m", PROMPT)
-    run = "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"
+    run = "-m", "distmega.launch.agent", "--nnodes", "1", "--nproc-per-node", "2"
     ask = "-m", "distmega", "generate", "m", PROMPT
     assert done.stdout.startswith(as_printed(*run)[:-2])
     assert done.stdout.endswith(as_printed(*ask)[1:])

@@ -1,17 +1,23 @@
 """Ranks that torchrun starts: the same values, and one message whoever fails."""
 
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from distmega.errors import RequestError
+from distmega.launch import agent
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import choose_launcher, choose_num_ranks, launch
 from tests.forked import run_module
+from tests.interrupts import interruptible
 from tests.launch.conftest import is_gone, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +78,40 @@ def test_a_rank_that_hangs_is_named_after_the_timeout():
     (message,) = errors(done)
     assert "rank 0 of 2 lost contact with rank 1" in message
     assert "Timed out" in message
+
+
+def test_a_rank_that_waits_for_a_store_ends_on_an_interrupt():
+    """The agent sends one, and after 30 s a SIGKILL. Nobody answers the rank here."""
+    with socket.create_server(("127.0.0.1", 0)) as server, interruptible():
+        place = {
+            "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]),
+            "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
+        with subprocess.Popen(
+            [sys.executable, "-m", "distmega", "generate", "tiny-llama", "hi", "--tp", "2"],
+            env={**os.environ, **place}, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        ) as rank:  # fmt: skip
+            server.settimeout(120)
+            connection, _ = server.accept()
+            with connection:
+                rank.send_signal(signal.SIGINT)
+                try:
+                    _, stderr = rank.communicate(timeout=20)
+                finally:
+                    rank.kill()
+    assert (rank.returncode, stderr) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_agent_that_a_signal_ends_has_its_exit_code(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted() -> None:
+        raise SignalException("a signal", number)
+
+    monkeypatch.setattr(agent, "main", interrupted)
+    assert agent.run() == 128 + number
 
 
 def test_ranks_end_with_the_agent_that_started_them():
