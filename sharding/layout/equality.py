@@ -5,7 +5,7 @@ whether data must move between ranks, or between iterations of a host loop. veri
 planner's short cut (equal Shards) to these positions.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
 import numpy as np
@@ -34,14 +34,23 @@ def shardings_differ(
 ) -> bool:
     """Whether a tensor must be resharded between two ops, as seen by one parallel type.
 
-    Along Device(axis) they agree when each coordinate writes exactly the positions it reads. Along
-    Stream they agree when, on every rank and in every dim, either neither side's positions depend
-    on the stream index or every iteration touches the same positions.
+    Along Device(axis) they agree when each coordinate writes exactly the positions it reads. Where
+    ranks differ and no axis tells by itself, as for parts along one axis that go round another, the
+    axes that divide either side do. Along Stream they agree when, on every rank and in every dim,
+    either neither side's positions depend on the stream index or every iteration touches the same
+    positions.
     """
     if isinstance(parallel, Device):
-        return any(
-            not _same_union(shape, producer, consumer, loop_coordinates)
-            for loop_coordinates in _coordinates_along(mesh, parallel.axis)
+
+        def differs(groups: Iterable[list[dict[Parallel, int]]]) -> bool:
+            return any(not _same_union(shape, producer, consumer, group) for group in groups)
+
+        if differs(_coordinates_along(mesh, parallel.axis)):
+            return True
+        return (
+            max(side[0].extent_of(parallel) for side in (producer, consumer)) > 1
+            and differs([at] for group in _coordinates_along(mesh, "") for at in group)
+            and not any(differs(_coordinates_along(mesh, axis)) for axis in mesh.names)
         )
     count = max(side[0].extent_of(parallel) for side in (producer, consumer))
     return any(

@@ -158,6 +158,21 @@ def test_case_n10_a_ring_swizzle_reshards_device_and_stream():
     assert shardings_differ(shape, (plain, ROWS), (ring, ROWS), Stream(), TP)
 
 
+def test_parts_of_one_axis_that_go_round_another_are_resharded():
+    """Each of four ranks reads the half that another one wrote, and no axis shows it by itself."""
+    mesh = DeviceMesh(dp=2, tp=2)
+    halves = matrix(4, 6).split("i", 2, outer=True)
+    made, used = (
+        halves.swizzle("i.o", "dp", shift).parallelize("i.o.r", Device("tp")) for shift in (0, 1)
+    )
+    found = [
+        shardings_differ((4, 6), (made, ROWS), (side, ROWS), Device(axis), mesh)
+        for side in (made, used)
+        for axis in mesh.names
+    ]
+    assert found == [False, False, False, True]
+
+
 def test_shardings_are_compared_by_positions_not_names():
     """Splitting h of a dim h.d is splitting the dim in two only if both come out even."""
     for heads, differ in ((4, False), (3, True)):
