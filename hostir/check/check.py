@@ -13,10 +13,10 @@ CheckError. orders.py builds the graph.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from distmega.errors import CheckError
-from distmega.hostir.check.order_graph import Before, BufferUse, Link, OrderGraph
+from distmega.hostir.check.order_graph import Before, Box, BufferUse, Link, OrderGraph, without
 from distmega.hostir.check.orders import build_orders
 from distmega.hostir.ir.nodes import (
     HostProgram,
@@ -46,6 +46,9 @@ def check_host(programs: HostProgram | Sequence[HostProgram]) -> None:
         for one, other in combinations(links, 2):
             if one.excludes(other):
                 _check_apart(graph, one, other, before)
+    for counts in graph.counts.values():
+        for one, other in pairwise(counts):
+            _check_counted(graph, one, other, before)
     for accesses in graph.accesses.values():
         _check_buffer(graph, accesses, before)
 
@@ -79,6 +82,16 @@ def _check_apart(graph: OrderGraph, one: Link, other: Link, before: Before) -> N
             f"{graph.labels[one.start]} may run beside {graph.labels[other.start]}",
             expected="one to end before the other begins",
             remedy="wait for the first before the second",
+        )
+
+
+def _check_counted(graph: OrderGraph, one: int, other: int, before: Before) -> None:
+    """Signals of one name, or waits for these: a counter does not tell one of them from another."""
+    if not before(one, other):
+        raise CheckError(
+            f"{graph.labels[other]} may come before {graph.labels[one]}, which counts as the same",
+            expected="signals of one name to come one behind the other, and waits for them too",
+            remedy="wait for the first before the second, or give them two names",
         )
 
 
@@ -125,11 +138,12 @@ def _check_buffer(graph: OrderGraph, accesses: Sequence[BufferUse], before: Befo
     """
     writes: list[BufferUse] = []
     for position, later in enumerate(accesses):
-        written = False
+        unwritten = [later.box] if later.needs_contents else []
         for earlier in accesses[:position] if later.writes else writes:
             if earlier.start == later.start or not earlier.overlaps(later):
                 continue
-            written = written or earlier.fills
+            if earlier.fills:
+                unwritten = [rest for box in unwritten for rest in without(box, earlier.box)]
             if not before(earlier.done, later.start):
                 raise CheckError(
                     f"buffer {later.buffer!r}: {graph.labels[later.start]} is not ordered after "
@@ -139,9 +153,15 @@ def _check_buffer(graph: OrderGraph, accesses: Sequence[BufferUse], before: Befo
                 )
         if later.writes:
             writes.append(later)
-        if not written and later.needs_contents:
+        if unwritten:
+            what = "what" if unwritten == [later.box] else f"{_shown(unwritten[0])}, which"
             raise CheckError(
-                f"buffer {later.buffer!r}: {graph.labels[later.start]} reads what nobody wrote",
+                f"buffer {later.buffer!r}: {graph.labels[later.start]} reads {what} nobody wrote",
                 expected="a write before it",
                 remedy="write the buffer first",
             )
+
+
+def _shown(box: Box) -> str:
+    """A part of a buffer, in words."""
+    return "elements [" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"

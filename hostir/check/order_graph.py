@@ -36,8 +36,24 @@ class BufferUse:
 
     def overlaps(self, other: "BufferUse") -> bool:
         """Whether both use a common element."""
-        pairs = zip(self.box, other.box, strict=True)
-        return all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs)
+        return _overlap(self.box, other.box)
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs)
+
+
+def without(box: Box, hole: Box) -> list[Box]:
+    """Boxes that together hold the elements of a box outside of another one."""
+    if not _overlap(box, hole):
+        return [box]
+    found: list[Box] = []
+    for dim, ((start, stop), (first, last)) in enumerate(zip(box, hole, strict=True)):
+        sides = [(start, min(first, stop)), (max(last, start), stop)]
+        found += [(*box[:dim], side, *box[dim + 1 :]) for side in sides if side[0] < side[1]]
+        box = (*box[:dim], (max(start, first), min(stop, last)), *box[dim + 1 :])
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +97,7 @@ class OrderGraph:
     """Vertices by number. follows: what has completed before a vertex starts, on every device.
     issued: what the host or a communicator has started or completed before, which bounds progress
     but orders no memory. links: of the chain of work on each rank that waits for peers or fills
-    the GPU.
+    the GPU. counts: by counter and side, signals of one name between two ranks, or waits for these.
     """
 
     labels: list[Label] = field(default_factory=list)
@@ -89,6 +105,7 @@ class OrderGraph:
     issued: list[list[int]] = field(default_factory=list)
     accesses: dict[tuple[int, str, int], list[BufferUse]] = field(default_factory=dict)
     links: dict[int, list["Link"]] = field(default_factory=dict)
+    counts: dict[Meeting, list[int]] = field(default_factory=dict)
 
     def add(self, label: Label, follows: Sequence[int], issued: Sequence[int]) -> int:
         """A new vertex."""

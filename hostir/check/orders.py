@@ -249,19 +249,20 @@ class _RankWalk:
                 if handle not in self.handles:
                     raise _in_vain(f"{self.label} waits for a handle never started")
                 self.vertex(*self.handles.pop(handle))
-            case Signal(name=name, peer=peer):
-                vertex = self.vertex()
-                meeting = self.pair(peer, name, outward=True)
-                self.communications.sends.setdefault(meeting, []).append(
-                    Communication(vertex, vertex, ())
-                )
-            case WaitSignal(name=name, peer=peer):
+            case Signal():
+                self.count(node, self.vertex())
+            case WaitSignal():
                 vertex = self.vertex()
                 self.link(Link(start=vertex, done=vertex))
-                meeting = self.pair(peer, name, outward=False)
-                self.communications.recvs.setdefault(meeting, []).append(
-                    Communication(vertex, vertex, ())
-                )
+                self.count(node, vertex)
+
+    def count(self, node: Signal | WaitSignal, vertex: int) -> None:
+        """A signal, which adds one to a counter, or a wait for one more."""
+        outward = isinstance(node, Signal)
+        sides = self.communications.sends if outward else self.communications.recvs
+        meeting = self.pair(node.peer, node.name, outward=outward)
+        sides.setdefault(meeting, []).append(Communication(vertex, vertex, ()))
+        self.graph.counts.setdefault((*meeting, outward), []).append(vertex)
 
     def communicate(self, axis: str) -> tuple[int, int]:
         """Start and end of a communication beside the stream; one communicator does one after the

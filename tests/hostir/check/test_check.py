@@ -1,5 +1,7 @@
 """The happens-before checker: sound programs pass, and every wait of them is needed."""
 
+import re
+
 import pytest
 
 from distmega.errors import CheckError
@@ -131,6 +133,29 @@ def test_reading_what_nobody_wrote_is_caught():
         check_host(parse_host(text))
 
 
+@pytest.mark.parametrize(("written", "left"), [((0,), "[2:6]"), ((0, 2), "[2:4]"), ((0, 1, 2), "")])
+def test_each_part_of_what_is_read_must_be_written(written: tuple[int, ...], left: str):
+    """Of six elements, so many pairs."""
+    head = [
+        "host p on mesh(tp=1)",
+        "  streams 1, events 0",
+        "  input x: f32[2]",
+        "  temp y: f32[6]",
+    ]
+    head += [f"  temp y{n}: f32[2]" for n in written]
+    body = [
+        "allocate y",
+        *(f"slice y{n} of y dim 0 by 0 + {n} step 2" for n in written),
+    ]
+    body += [f"y{n} = pointwise[i:2] x(i) -> y{n}(i) | expr='a0 + 1.0'" for n in written]
+    text = "\n".join([*head, "  body", *(f"    {node}" for node in body), "  return y"])
+    if not left:
+        check_host(parse_host(text))
+        return
+    with pytest.raises(CheckError, match=re.escape(f"elements {left}, which nobody wrote")):
+        check_host(parse_host(text))
+
+
 def on_two_ranks(*bodies: list[str]) -> list[HostProgram]:
     """A program a rank, with an input x and a temp a."""
     head = "host p on mesh(tp=2)\n  streams 1, events 0\n  input x: f32[4]\n  temp a: f32[4]\n"
@@ -147,6 +172,25 @@ def test_case_t22_a_cycle_of_signals_is_named():
     with pytest.raises(CheckError, match=r"rank 0 node 0 .*e1.* <- .*rank 1 node"):
         check_host(on_two_ranks([waits[0], signals[0]], [waits[1], signals[1]]))
     check_host(on_two_ranks([signals[0], waits[0]], [waits[1], signals[1]]))
+
+
+@pytest.mark.parametrize("kind", ["signal", "wait signal"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_a_counter_counts_comes_one_behind_the_other(kind: str, ordered: bool):
+    """Two of one name on two streams: the counter does not tell which of them has come."""
+    signals = kind == "signal"
+    own, others = ("signal e to tp[+1]", "wait signal e from tp[+1]")[:: 1 if signals else -1]
+    apart = ["record event 0", "stream 1", "wait event 0", own, "record event 1", "stream 2"]
+    apart += ["wait event 1" if ordered else "wait event 0", own, "record event 2", "stream 0"]
+    apart += ["wait event 1", "wait event 2"]
+    head = "host p on mesh(tp=2)\n  streams 3, events 3\n  input x: f32[4]\n  body\n"
+    texts = [head + "".join(f"    {n}\n" for n in body) for body in (apart, [others, others])]
+    programs = [parse_host(text + "  return\n") for text in texts]
+    if ordered:
+        check_host(programs)
+        return
+    with pytest.raises(CheckError, match=r"may come before .*, which counts as the same"):
+        check_host(programs)
 
 
 def test_a_ring_must_be_coalesced():
