@@ -139,6 +139,7 @@ class CompiledProgram(OwnProcess):
         warm: bool = False,
         megakernel: Megakernels = "auto",
         rules: Sequence[RewriteRule] | None = None,
+        closes_comm: bool = False,
     ) -> None:
         """ProgramError for arguments of other types, MeshError for a communicator of another mesh,
         RequestError for a device that this machine hasn't; UnsupportedError, where a megakernel is
@@ -159,10 +160,12 @@ class CompiledProgram(OwnProcess):
             rules: Of superopt.rules.read_rules, by which ops are replaced: in a megakernel by
                 others that it does faster, or at all, else by kernels of the rules' own; by default
                 the shipped ones on GPUs, none on CPUs.
+            closes_comm: Whether `close` closes the communicator too.
         """
         _require_plan(plan)
         require_communicator(comm, plan.mesh)
-        _require_choices(megakernel, rules, replay=replay, warm=warm)
+        _require_choices(megakernel, rules, replay=replay, warm=warm, closes_comm=closes_comm)
+        self._closes_comm = closes_comm
         self.plan, self.comm, self.device = plan, comm, find_device(device)
         if plan.mesh.num_ranks > 1 and isinstance(comm, TeamCommunicator):
             asked = f"{megakernel} {replay} {warm} {self.device.type}"
@@ -407,6 +410,31 @@ class CompiledProgram(OwnProcess):
             if self._kernel:
                 self._kernel.raise_hang()
             self.comm.check_signals()
+
+    def close(self) -> None:
+        """Releases the program's graph, its kernel and the memory of these, lets go of what is
+        bound, and closes the communicator if compile_plan has opened it. All ranks call it
+        together; outputs of `inplace` calls mean nothing from then on, and other calls than this
+        raise ProgramError. HangError and RankFailure as of `wait`; nothing is released then.
+        """
+        if self._guard.is_closed:
+            return
+        self._guard.require_process()
+        if self._deadline is not None:
+            self._deadline.wait()
+        elif self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.comm.barrier()  # peers may have written into this rank's memory until then
+        self._guard.close()
+        if self._captured is not None:
+            self._captured.release()
+        self._captured = self._kernel = None
+        self._reason = "it is closed"
+        del self._evaluator
+        for held in (self._held, self._bound, self._known):
+            held.clear()
+        if self._closes_comm:
+            self.comm.close()
 
     @property
     def stats(self) -> CompiledStats:
@@ -694,15 +722,21 @@ class _Guard:
     """Around what runs a program: refuses it in a fork of the process that compiled it, and while
     its states are void, which a fault makes them, and whatever ends a run that has begun, since
     some may be updated by then. began: whether the call has; fault: what made them void, empty
-    while they are good.
+    while they are good, and not once the program is closed.
     """
 
-    __slots__ = ("__weakref__", "_has_states", "_process", "_program", "began", "fault")
+    __slots__ = (
+        "__weakref__", "_has_states", "_process", "_program", "began", "fault", "is_closed"
+    )  # fmt: skip
 
     def __init__(self, program: str, has_states: bool) -> None:
         self._program, self._has_states, self.fault = program, has_states, ""
-        self._process, self.began = os.getpid(), False
+        self._process, self.began, self.is_closed = os.getpid(), False, False
         _guards.add(self)
+
+    def close(self) -> None:
+        """From now on nothing runs the program."""
+        self.fault, self.is_closed = "its close()", True
 
     def __enter__(self) -> None:
         self.began = False
@@ -723,8 +757,16 @@ class _Guard:
             require_real_tensors()  # tells more than what torch says of fake ones
 
     def require_process(self) -> None:
-        """RequestError in a fork of the process that compiled the program."""
+        """RequestError in a fork of the process that compiled the program, ProgramError once it is
+        closed.
+        """
         require_process(self._process, f"program {self._program!r}")
+        if self.is_closed:
+            raise ProgramError(
+                f"a call of program {self._program!r} after its close()",
+                expected="calls before",
+                remedy="compile it again, on all ranks",
+            )
 
 
 _guards: "WeakSet[_Guard]" = WeakSet()
@@ -853,5 +895,12 @@ def compile_plan(
     _require_plan(plan)
     comm = open_communicator(context, plan.mesh, native=True)
     return CompiledProgram(
-        plan, comm, context.device, replay=replay, warm=warm, megakernel=megakernel, rules=rules
+        plan,
+        comm,
+        context.device,
+        replay=replay,
+        warm=warm,
+        megakernel=megakernel,
+        rules=rules,
+        closes_comm=True,
     )

@@ -36,15 +36,27 @@ class Calls:
         self._lock = threading.RLock()
         self._number = 0
         self._modes: list[AbstractContextManager[None]] = []
+        self.are_over = False
+        """Whether the engine is closed."""
 
     def alone(self) -> Self:
         """Around a call, or a part of one that makes a whole. RequestError while another thread is
-        in one, and in a process that was forked from the engine's.
+        in one, in a process that was forked from the engine's, and once the engine is closed.
         """
         return self
 
+    def require_open(self) -> None:
+        """RequestError once the engine is closed."""
+        if self.are_over:
+            raise RequestError(
+                "a call of an engine after its close()",
+                expected="calls before",
+                remedy="open another engine, on all ranks",
+            )
+
     def __enter__(self) -> None:
         require_process(self._process, "an engine")
+        self.require_open()
         if not self._lock.acquire(blocking=False):
             raise RequestError(
                 "a call while another thread's call of this engine runs",

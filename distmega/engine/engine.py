@@ -26,6 +26,7 @@ from distmega.engine.decode_plan import (
     stage_mesh,
 )
 from distmega.engine.kept_plans import NOTHING_KEPT, keep_triton_key, open_plans
+from distmega.engine.library_steps import LibrarySteps
 from distmega.engine.opening import Opener, allocate_arenas
 from distmega.engine.prefill import Prefills
 from distmega.engine.ranks.agreement import require_agreement, share_memory
@@ -51,6 +52,7 @@ from distmega.hostir.comm.communicator import Communicator, require_communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.library.torch_types import ordinary_tensors
 from distmega.hostir.lower.pipeline import FREE
+from distmega.hostir.run.deadline import await_queued, graph_limit_s
 from distmega.kernels.machines import CPU, H200
 from distmega.kernels.runtime import warm_up
 from distmega.kernels.runtime.gpus import facts_of
@@ -100,6 +102,7 @@ class Engine(OwnProcess):
         sampling: Samplings = MOST_LIKELY,
         progress: Progress = no_progress,
         tell: Tell = tell_nobody,
+        closes_comm: bool = False,
     ) -> None:
         """Plans, compiles and loads weights.
 
@@ -121,6 +124,7 @@ class Engine(OwnProcess):
                 for all of them.
             progress: Called as weights are read.
             tell: Called with what is done next, in words.
+            closes_comm: Whether `close` closes the communicator too.
         """
         require_opened(source, options)
         require_communicator(comm, mesh)
@@ -128,6 +132,7 @@ class Engine(OwnProcess):
         self.mesh, self.comm, self.device = mesh, comm, find_device(device)
         self.eos_ids = frozenset(source.config.eos_ids)
         """Tokens that end a sequence."""
+        self._closes_comm = closes_comm
         self._logits = logits
         self._method = joint_method(sampling)
         self._sampling = _fill_up(sampling, options.batch)
@@ -168,6 +173,27 @@ class Engine(OwnProcess):
             assert isinstance(comm, NcclCommunicator), "GPUs communicate over NCCL"
             shared = options.collectives != "host"
             open_signals(comm, AXIS, (FREE,), options.timeout_s, peer_memory=shared)
+
+    def close(self) -> None:
+        """Releases weights, caches, graphs and kernels, and the communicator if open_engine has
+        opened it. All ranks call it together, behind their last call: later ones raise
+        RequestError. HangError if what was queued on a GPU does not end; nothing is released then.
+        """
+        if self._calls.are_over:
+            return
+        with self._calls.alone():
+            if self.device.type == "cuda":
+                limit_s = graph_limit_s(self.decode_plan.options.timeout_s)
+                await_queued(limit_s, f"the last calls of rank {self.comm.rank}")
+            self.comm.barrier()  # peers may have written into this rank's memory until then
+            self._calls.are_over = True
+            self._prefills.close()
+            if isinstance(self._decode.runner, LibrarySteps):
+                self._decode.runner.close()
+            del self._prefills, self._decode, self._arenas, self._slots
+            del self._persistent, self._given, self._sample_inputs
+            if self._closes_comm:
+                self.comm.close()
 
     def _plan(
         self,
@@ -328,6 +354,7 @@ class Engine(OwnProcess):
         """Steps of a GPU that choose the tokens of the next: the decode kernel's, several in one
         launch, or where it does not run a graph's; None for stages of a pipeline.
         """
+        self._calls.require_open()
         return self._decode.stepping
 
     @property
@@ -338,14 +365,17 @@ class Engine(OwnProcess):
     @property
     def uses_megakernel(self) -> bool:
         """Whether decode steps run as megakernels rather than library ops."""
+        self._calls.require_open()
         return bool(self._decode.runner.host.segments)
 
     def tensor(self, name: str) -> Tensor:
         """A weight or state as this rank holds it; KeyError is a bug of the caller."""
+        self._calls.require_open()
         return self._persistent[name]
 
     def reseed(self, seed: int) -> None:
         """From now on, decode steps interleave tasks as `seed` says; 0 takes SMs in turn."""
+        self._calls.require_open()
         require_whole("seed", seed, 0, MAX_NUMBER)
         for kernel in self._decode.cpu_kernels.values():
             kernel.interpreter.reseed(seed or None)

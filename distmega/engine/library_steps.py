@@ -136,6 +136,12 @@ class LibrarySteps:
             self._has_hung = True
             raise
 
+    def close(self) -> None:
+        """Releases the graph; no step runs any longer."""
+        if self._graph is not None:
+            self._graph.release()
+        self._graph = None
+
     def raise_hang(self) -> None:
         """Waits for other ranks have no end of their own; see await_launch."""
 

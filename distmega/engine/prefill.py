@@ -192,6 +192,14 @@ class Prefills:
             following |= {slot: (pairs[0][slot], pairs[1][slot]) for slot in ending}
         return following, scores + [of_slots[slot] for slot in sorted(of_slots)]
 
+    def close(self) -> None:
+        """Releases the programs and their graphs; nothing runs any longer."""
+        for program in self._programs.values():
+            if program.graph is not None:
+                program.graph.release()
+        self._programs.clear()
+        self._memory = None
+
     def _run_parts(self, ids: Tokens, logits: Logits, tensors: Tensors) -> Tensors:
         """One prompt in micro-batches."""
         program = self._program(len(ids), logits)

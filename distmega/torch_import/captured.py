@@ -209,6 +209,7 @@ class CapturedModule(OwnProcess):
         device: str,
         annotations: Mapping[str, Layout],
     ) -> None:
+        """comm: `close` closes it too."""
         self.captured, self._comm, self._mesh = captured, comm, mesh
         self._device = device
         _require_values(captured.tensors)
@@ -252,6 +253,15 @@ class CapturedModule(OwnProcess):
             for x in graph.outputs
         ]
         return pytree.tree_unflatten(leaves, step.captured.out_spec)
+
+    def close(self) -> None:
+        """Releases its programs, weights, states and communicator: CompiledProgram.close() of each.
+        All ranks call it together; later calls raise ProgramError.
+        """
+        for step in self._steps.values():
+            step.compiled.close()
+        self._persistent.clear()
+        self._comm.close()
 
     def explain(self) -> str:
         """What was chosen for inputs of each combination of shapes that came so far, and how it

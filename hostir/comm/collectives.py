@@ -125,6 +125,9 @@ class Collectives(ABC):
     def check_signals(self) -> None:  # noqa: B027  a transport that blocks raises at once
         """Nothing is given up unnoticed where waits block the host."""
 
+    def close(self) -> None:  # noqa: B027  a transport may hold nothing
+        """Nothing to release."""
+
     def all_reduce(
         self, axis: str, xs: Sequence[Tensor], outs: Sequence[Tensor], combine: str
     ) -> CommHandle:

@@ -9,6 +9,7 @@ raises LostPeerError.
 """
 
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +22,7 @@ from torch import Tensor
 from distmega.arguments import shown
 from distmega.errors import LostPeerError, MeshError, ProgramError, RankFailure
 from distmega.hostir.comm.collectives import Collectives, CommHandle, Mailbox, copy_into, token
-from distmega.hostir.comm.groups import close_left, close_with, left_groups
+from distmega.hostir.comm.groups import close_groups, close_left, close_with
 from distmega.hostir.comm.plain import Plain, decode_plain, encode_plain, gather_bytes
 from distmega.hostir.comm.torch_names import all_gather_single
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -120,6 +121,12 @@ class Communicator(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Releases what it holds. All ranks of the mesh call it together, once they use nothing
+        that was made with it; from then on it takes no call but this.
+        """
+        ...
+
 
 def require_mesh(mesh: object) -> None:
     """MeshError for what is no DeviceMesh."""
@@ -196,7 +203,8 @@ class TeamCommunicator(Collectives):
     """What communicators over torch.distributed share: a process group for each team of this rank.
 
     Needs an initialised default process group that holds the mesh's ranks. Groups are made for each
-    team of each axis in the same order everywhere. timeout_s bounds every communication.
+    team of each axis in the same order everywhere. timeout_s bounds every communication. Groups end
+    with `close`, or once it is gone and its ranks make another one (groups.py).
     """
 
     def __init__(self, mesh: DeviceMesh, rank: int, backend: str, timeout_s: float) -> None:
@@ -206,12 +214,57 @@ class TeamCommunicator(Collectives):
         self._team_ranks = {axis: _group_ranks(team) for axis, team in self._teams.items()}
         self._groups: dict[str, dist.ProcessGroup | None] = {}
         self._mail = Mailbox()
+        self._backend = backend
+        self._opened: list[dist.ProcessGroup] = []
+        self._is_closed = False
+        close_with(self, self._opened)
         with self._guard("set-up", ""):
             for axis in mesh.names:
                 for team in dict.fromkeys(mesh.team(axis, each) for each in mesh.ranks):
-                    group = _new_group(team, backend, timeout_s) if len(team) > 1 else None
+                    group = self.open_group(team, timeout_s) if len(team) > 1 else None
                     if rank in team:
                         self._groups[axis] = group
+
+    def open_group(self, ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+        """A process group that is closed with this. Collective over all processes, also those that
+        are not in it, which get a stand-in.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=timeout, backend=self._backend
+        )
+        if self.rank in ranks:
+            self._opened.append(group)
+        return group
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """See Communicator."""
+
+    def close(self) -> None:
+        """LostPeerError if a peer is gone; nothing is released then."""
+        if self._is_closed:
+            return
+        self.barrier()  # until then peers may read what this rank has sent
+        self._is_closed = True
+        close_groups(self._opened)
+        self._opened.clear()
+        self._groups.clear()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ProgramError(
+                f"a communication of a communicator that rank {self.rank} has closed",
+                expected="one that is open",
+                remedy="open another one on all ranks, or close this one later",
+            )
+
+    def _group(self, axis: str) -> dist.ProcessGroup | None:
+        """Of this rank's team along an axis, None for a team of one; of all ranks where there is
+        no axis, if they have one.
+        """
+        self._require_open()
+        return self._groups[axis]
 
     @contextmanager
     def _guard(self, what: str, axis: str) -> Iterator[None]:
@@ -240,7 +293,7 @@ class TeamCommunicator(Collectives):
 
     def all_gather(self, axis: str, x: Tensor, out: Tensor, dim: int) -> CommHandle:
         """Straight into `out` where ranks' parts lie there one behind the other."""
-        group, size = self._groups[axis], self.mesh.size(axis)
+        group, size = self._group(axis), self.mesh.size(axis)
         fits = out.is_contiguous() and dim == 0 and out.shape[0] == size * x.shape[0]
         if group is None or not fits or not self._is_ascending(axis):
             return super().all_gather(axis, x, out, dim)
@@ -263,7 +316,7 @@ class TeamCommunicator(Collectives):
         return found if self._is_ascending(axis) else found[list(self._team_ranks[axis])]
 
     def _gather(self, axis: str, x: Tensor) -> Callable[[], Tensor]:
-        group = self._groups[axis]
+        group = self._group(axis)
         if group is None:
             return lambda: x[None]
         mine = flat_bytes(x)
@@ -280,7 +333,7 @@ class TeamCommunicator(Collectives):
         return finish
 
     def _swap(self, axis: str, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
-        group, team_ranks = self._groups[axis], self._team_ranks[axis]
+        group, team_ranks = self._group(axis), self._team_ranks[axis]
         if group is None:
             return lambda: parts[0][None]
         given = torch.stack(
@@ -299,7 +352,7 @@ class TeamCommunicator(Collectives):
         return finish
 
     def broadcast(self, axis: str, x: Tensor, out: Tensor, source: int) -> CommHandle:
-        group = self._groups[axis]
+        group = self._group(axis)
         if group is None:
             return CommHandle(lambda: copy_into(out, x))
         data = flat_bytes(x).clone()
@@ -317,28 +370,24 @@ class TeamCommunicator(Collectives):
 class GlooCommunicator(TeamCommunicator):
     """Teams of CPU processes over gloo. Every rank of the mesh makes one, at the same point of its
     program. wait_s bounds a wait for tensors or a signal; values that ranks tell each other between
-    programs, and barriers, may take timeout_s, since ranks load and plan at their own pace. Once it
-    is gone its threads and sockets are too, as soon as the ranks make another one (groups.py).
+    programs, and barriers, may take timeout_s, since ranks load and plan at their own pace.
     """
 
     def __init__(
         self, mesh: DeviceMesh, rank: int, timeout_s: float = 300.0, wait_s: float | None = None
     ) -> None:
-        left = left_groups()
         super().__init__(mesh, rank, "gloo", timeout_s)
         self._wait_limit = timedelta(seconds=timeout_s if wait_s is None else wait_s)
         self._signals: list[dist.Work] = []
         with self._guard("set-up", ""):
-            self._world = _new_group(mesh.ranks, "gloo", timeout_s)
-        close_with(self, [*filter(None, self._groups.values()), self._world])
-        self.barrier()
-        close_left(left, mesh.ranks)
+            self._groups[""] = self.open_group(mesh.ranks, timeout_s)
+        close_left(self.all_gather_object, mesh.ranks)
 
     def _await(self, work: dist.Work) -> None:
         work.wait(self._wait_limit)
 
     def send(self, axis: str, x: Tensor, peer: int) -> CommHandle:
-        if self._groups[axis] is None:
+        if self._group(axis) is None:
             return self._mail.send(axis, x)
         work = self._post_send(axis, flat_bytes(x), peer, DATA_TAG)
 
@@ -349,7 +398,7 @@ class GlooCommunicator(TeamCommunicator):
         return CommHandle(finish)
 
     def recv(self, axis: str, out: Tensor, peer: int) -> CommHandle:
-        if self._groups[axis] is None:
+        if self._group(axis) is None:
             return self._mail.recv(axis, out)
         data = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8, device="cpu")
         work = self._post_recv(axis, data, peer, DATA_TAG)
@@ -362,14 +411,14 @@ class GlooCommunicator(TeamCommunicator):
         return CommHandle(finish)
 
     def signal(self, axis: str, name: str, peer: int) -> None:
-        if self._groups[axis] is None:
+        if self._group(axis) is None:
             self._mail.send(axis, token(), name)
             return
         self._signals = [work for work in self._signals if not work.is_completed()]
         self._signals.append(self._post_send(axis, token(), peer, _signal_tag(name)))
 
     def wait_signal(self, axis: str, name: str, peer: int) -> None:
-        if self._groups[axis] is None:
+        if self._group(axis) is None:
             self._mail.recv(axis, token(), name).wait()
             return
         work = self._post_recv(axis, token(), peer, _signal_tag(name))
@@ -378,25 +427,31 @@ class GlooCommunicator(TeamCommunicator):
 
     def _post_send(self, axis: str, data: Tensor, peer: int, tag: int) -> dist.Work:
         with self._guard("send", axis):
-            group, to = self._groups[axis], self._teams[axis][peer]
+            group, to = self._group(axis), self._teams[axis][peer]
             work = dist.isend(data, to, group=group, tag=tag)
         assert work is not None, "this rank is in the team"
         return work
 
     def _post_recv(self, axis: str, data: Tensor, peer: int, tag: int) -> dist.Work:
         with self._guard("receive", axis):
-            group, source = self._groups[axis], self._teams[axis][peer]
+            group, source = self._group(axis), self._teams[axis][peer]
             work = dist.irecv(data, source, group=group, tag=tag)
         assert work is not None, "this rank is in the team"
         return work
 
+    def close(self) -> None:
+        """As of TeamCommunicator."""
+        super().close()
+        self._signals.clear()
+
     def barrier(self) -> None:
+        group = self._group("")
         with self._guard("barrier", ""):
-            dist.barrier(group=self._world)
+            dist.barrier(group=group)
 
     def all_gather_object(self, value: P, axis: str = "") -> list[P]:
         team = self._teams[axis] if axis else self.mesh.ranks
-        group = self._groups[axis] if axis else self._world
+        group = self._group(axis)
         if len(team) == 1:
             return [self._read(encode_plain(value), self.rank)]
         order = enumerate(_group_ranks(team))
@@ -420,12 +475,6 @@ class GlooCommunicator(TeamCommunicator):
 def _group_ranks(team: Sequence[int]) -> list[int]:
     """Where each rank of a team stands in its process group: torch sorts the ranks of a group."""
     return [sorted(team).index(rank) for rank in team]
-
-
-def _new_group(ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
-    timeout = timedelta(seconds=timeout_s)
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-    return group
 
 
 def flat_bytes(x: Tensor) -> Tensor:

@@ -1,41 +1,62 @@
 """Process groups that live no longer than their communicator.
 
-Comes in: a communicator and its groups; later, that all ranks of a mesh have met. Goes out: groups
-closed, with their threads and sockets. A group whose communicator is gone here may still be read by
-a peer that is behind, so it is closed at the next point where all its ranks meet: once ranks that
-make the same calls in the same order have opened their next communicator, all have left those
-before it. Used by communicator.py.
+Comes in: a communicator and its groups; later, what ranks that meet tell each other. Goes out:
+groups closed, with their threads and sockets. `close_groups` is for ranks that close a communicator
+together. A communicator may also just be gone, on one rank sooner than on another: its groups are
+closed where ranks meet next, as they open another one, once all ranks of the group say that they
+have left it. Used by communicator.py.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 
 _left: list[dist.ProcessGroup] = []
-"""Groups without a communicator, which may have peers."""
+"""Groups whose communicator is gone on this rank; peers may use them still."""
 
 
 def close_with(owner: object, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Lets these groups be closed once `owner` is gone."""
+    """Lets the groups that are in the list then be closed once `owner` is gone."""
     weakref.finalize(owner, _left.extend, groups).atexit = False
 
 
-def left_groups() -> list[dist.ProcessGroup]:
-    """Groups that could be closed now, if no peer used them."""
-    return [*_left]
+def close_left(gather: Callable[[list[str]], Sequence[list[str]]], ranks: Sequence[int]) -> None:
+    """Closes groups that all of their ranks have left, on all of them in the same order. gather:
+    gives what each of `ranks` tells, in their order; all of them call this together.
+    """
+    mine = {group.group_name: group for group in _left if _is_open(group)}
+    _left[:] = mine.values()
+    left_by = dict(zip(ranks, gather(sorted(mine)), strict=True))
+    done = [
+        group
+        for name, group in sorted(mine.items())
+        if _have_left(name, dist.get_process_group_ranks(group), left_by)
+    ]
+    if any(dist.get_backend(group) == "nccl" for group in done):
+        torch.cuda.synchronize()  # a GPU may be behind the host that dropped them
+    _left[:] = [group for group in _left if group not in done]
+    close_groups(done)
 
 
-def close_left(groups: Sequence[dist.ProcessGroup], ranks: Sequence[int]) -> None:
-    """Closes those of the groups that have no rank but these, which have met since the groups were
-    left.
+def close_groups(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Closes groups, but those that torch.distributed closed when it ended. All their ranks do so
+    together, in the same order.
     """
     for group in groups:
-        try:
-            members = dist.get_process_group_ranks(group)
-        except KeyError:  # torch.distributed itself was closed meanwhile
-            _left.remove(group)
-            continue
-        if {*members} <= {*ranks}:
-            _left.remove(group)
+        if _is_open(group):
             dist.destroy_process_group(group)
+
+
+def _have_left(name: str, members: Sequence[int], left_by: Mapping[int, Sequence[str]]) -> bool:
+    """Ranks that make the same groups in the same order know each by the same name."""
+    return all(name in left_by.get(rank, ()) for rank in members)
+
+
+def _is_open(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return False
+    return True

@@ -8,7 +8,7 @@ gloo, signals as nccl_signals.py or kernels/runtime/streams/signals.py have it. 
 evaluator.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 import torch
@@ -38,6 +38,9 @@ class NcclCommunicator(TeamCommunicator):
         self.signals: Signals | None = None
         """How ranks signal each other, if they do; see open_signals of
         kernels/runtime/streams/signals.py."""
+        self.kept: dict[Hashable, object] = {}
+        """What is opened for its ranks and used as long as it is, such as workspaces, by a key of
+        whoever keeps it there."""
         self._control = GlooCommunicator(mesh, rank, timeout_s)
         self._pending: list[dist.P2POp] | None = None
         for axis in mesh.names:
@@ -59,7 +62,7 @@ class NcclCommunicator(TeamCommunicator):
         """The process group of this rank's team of two or more, and the place of each of the team,
         in rank order, in it.
         """
-        group = self._groups[axis]
+        group = self._group(axis)
         assert group is not None, f"a team of one along {axis}"
         return group, self._team_ranks[axis]
 
@@ -71,12 +74,12 @@ class NcclCommunicator(TeamCommunicator):
         return torch.zeros(1, device="cuda"), torch.empty(size, device="cuda")
 
     def send(self, axis: str, x: Tensor, peer: int) -> CommHandle:
-        if self._groups[axis] is None:
+        if self._group(axis) is None:
             return self._mail.send(axis, x)
         return self._transfer(axis, dist.isend, flat_bytes(x), peer)
 
     def recv(self, axis: str, out: Tensor, peer: int) -> CommHandle:
-        if self._groups[axis] is None:
+        if self._group(axis) is None:
             return self._mail.recv(axis, out)
         data = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8, device=out.device)
         arrived = self._transfer(axis, dist.irecv, data, peer)
@@ -107,7 +110,7 @@ class NcclCommunicator(TeamCommunicator):
         self, axis: str, call: Callable[..., dist.Work | None], data: Tensor, peer: int
     ) -> CommHandle:
         """One send or receive, or its place in the open group, whose handle then waits for it."""
-        group, other = self._groups[axis], self._teams[axis][peer]
+        group, other = self._group(axis), self._teams[axis][peer]
         if self._pending is not None:
             self._pending.append(dist.P2POp(call, data, other, group))
             return CommHandle(lambda: None)
@@ -138,11 +141,25 @@ class NcclCommunicator(TeamCommunicator):
             self.signals.check()
 
     def _opened_signals(self) -> Signals:
+        self._require_open()
         assert self.signals is not None, "signals are opened before programs that have them run"
         return self.signals
 
     def barrier(self) -> None:
         self._control.barrier()
+
+    def close(self) -> None:
+        """As of TeamCommunicator, and what was kept with it. No graph holds its collectives any
+        longer, since NCCL would wait for that.
+        """
+        if self._is_closed:
+            return
+        torch.cuda.synchronize()
+        self.barrier()  # no rank writes into another's memory any more
+        self.kept.clear()
+        self.signals = None
+        super().close()
+        self._control.close()
 
     def all_gather_object(self, value: P, axis: str = "") -> list[P]:
         return self._control.all_gather_object(value, axis)

@@ -28,7 +28,7 @@ class NativeNccl(NcclCommunicator):
 
     def _native(self, axis: str, combine: str = "sum") -> dist.ProcessGroup | None:
         """The group, if NCCL's order of ranks is the mesh's and it knows how to combine."""
-        group = self._groups[axis]
+        group = self._group(axis)
         return group if self._is_ascending(axis) and combine in _REDUCTIONS else None
 
     def all_reduce(
@@ -60,7 +60,7 @@ class NativeNccl(NcclCommunicator):
         return self._handle(axis, work, data, there)
 
     def recv(self, axis: str, out: Tensor, peer: int) -> CommHandle:
-        if self._groups[axis] is None or not out.is_contiguous():
+        if self._group(axis) is None or not out.is_contiguous():
             return super().recv(axis, out, peer)
         return self._transfer(axis, dist.irecv, flat_bytes(out), peer)
 

@@ -1,14 +1,13 @@
 """Signals of host programs between GPUs over NCCL: a byte sent, a byte received, on the stream.
 
-In: a mesh and an axis. Out: NcclSignals, with two communicators of its own, one for each direction,
-so that a signal waits neither for data nor for signals the other way. NCCL pairs them by order
-alone: signals from one rank to another must be awaited in the order in which they are sent,
+In: a communicator and an axis. Out: NcclSignals, with two groups of that communicator, one for each
+direction, so that a signal waits neither for data nor for signals the other way. NCCL pairs them by
+order alone: signals from one rank to another must be awaited in the order in which they are sent,
 whatever their names. Where GPUs reach each other's memory, kernels/runtime/streams/signals.py knows
 names and bounds waits. Next: nccl.py.
 """
 
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import combinations
 from typing import Protocol
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.hostir.comm.communicator import TeamCommunicator
 
 
 class Signals(Protocol):
@@ -44,16 +43,16 @@ class NcclSignals:
 
     on_device = False
 
-    def __init__(self, mesh: DeviceMesh, rank: int, axis: str, timeout_s: float) -> None:
-        """Collective over all processes, whose devices are current."""
+    def __init__(self, comm: TeamCommunicator, axis: str, timeout_s: float) -> None:
+        """Collective over all processes, whose devices are current. comm: closes their groups."""
+        mesh, rank = comm.mesh, comm.rank
         self._team = mesh.team(axis, rank)
         self._team_rank = self._team.index(rank)
         self._sent, self._taken = torch.zeros(2, 1, dtype=torch.uint8, device="cuda").unbind()
         self._groups: dict[bool, dist.ProcessGroup] = {}
-        timeout = timedelta(seconds=timeout_s)
         for team in dict.fromkeys(mesh.team(axis, each) for each in mesh.ranks):
             for upwards in (False, True):
-                group = dist.new_group(list(team), timeout=timeout, backend="nccl")
+                group = comm.open_group(team, timeout_s)
                 if rank in team:
                     self._groups[upwards] = group
         self._connect()

@@ -127,6 +127,8 @@ class CapturedHost:
         _require_capturable(evaluator, tensors)
         buffers = evaluator.host.buffers
         self._given, self._matmuls = dict(tensors), evaluator.matmuls
+        self._comm = evaluator.comm
+        """Kept, since NCCL does not end before graphs that hold its collectives."""
         self._before = before
         inputs = [b.name for b in buffers if b.role == "input" and b.name in tensors]
         self._inputs = {name: tensors[name].detach() for name in inputs}

@@ -1,9 +1,9 @@
 """How long what was queued on a GPU may take: nobody else watches the collectives of a graph.
 
 Comes in: a mark behind each call. Goes out: HangError where it is waited for, in time. A host that
-never waits so, and hangs in torch.cuda.synchronize, is ended by a thread, as torch's watchdog ends
-one that waits for a collective outside of graphs. Used by distmega/compiled.py, engine/prefill.py
-and engine/library_steps.py.
+never waits so, and hangs in torch.cuda.synchronize, is ended by a thread, one for all programs, as
+torch's watchdog ends one that waits for a collective outside of graphs. Used by
+distmega/compiled.py, engine/prefill.py and engine/library_steps.py.
 """
 
 import logging
@@ -72,8 +72,52 @@ def graph_limit_s(timeout_s: float) -> float:
     return 2 * timeout_s + MARGIN_S
 
 
+class _Watcher:
+    """The thread that looks at all deadlines with calls under way. There is none without these."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watched: set[Deadline] = set()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, deadline: "Deadline") -> None:
+        """Looks at a deadline until it has no marks."""
+        with self._lock:
+            deadline.is_watched = True
+            self._watched.add(deadline)
+            if self._thread is None or not self._thread.is_alive():  # as in a fork
+                self._thread = threading.Thread(
+                    target=self._run, name="distmega-watch", daemon=True
+                )
+                self._thread.start()
+
+    def _run(self) -> None:
+        watched = self._drop_idle()
+        while watched:
+            time.sleep(min(1.0, *(each.limit_s / 4 for each in watched)))
+            for each in watched:
+                each.look(time.monotonic())
+            watched = self._drop_idle()
+
+    def _drop_idle(self) -> "list[Deadline]":
+        """The deadlines that have marks. The thread ends where there are none."""
+        with self._lock:
+            for deadline in [*self._watched]:
+                deadline.is_watched = False  # first, so that either `note` sees this or this a mark
+                if deadline.has_marks:
+                    deadline.is_watched = True
+                else:
+                    self._watched.discard(deadline)
+            if not self._watched:
+                self._thread = None
+            return [*self._watched]
+
+
+_watcher = _Watcher()
+
+
 class Deadline:
-    """Bounds the calls of one program on one GPU."""
+    """Bounds the calls of one program on one GPU. is_watched: by the thread of all deadlines."""
 
     def __init__(self, what: str, limit_s: float) -> None:
         """what: for messages, such as "calls of program 'mlp' on rank 1"."""
@@ -81,7 +125,12 @@ class Deadline:
         self._events = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._marks: tuple[tuple[torch.cuda.Event, float], ...] = ()
         """A call and the latest one behind it, if there are any, and when they were queued."""
-        self._thread: threading.Thread | None = None
+        self.is_watched = False
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether calls are under way, as far as anybody has asked."""
+        return bool(self._marks)
 
     def note(self, stream: torch.cuda.Stream | None = None) -> None:
         """A call has been queued on a stream, by default the current one, which torch takes long to
@@ -89,12 +138,11 @@ class Deadline:
         """
         marked, (one, other) = self._marks[:1], self._events
         event = other if marked and marked[0][0] is one else one
-        self._marks = marked  # before the event stands for this call: see _look
+        self._marks = marked  # before the event stands for this call: see look
         event.record(stream)
         self._marks = *marked, (event, time.monotonic())
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="distmega-watch", daemon=True)
-            self._thread.start()
+        if not self.is_watched:
+            _watcher.watch(self)
 
     def wait(self) -> None:
         """Returns once all that was queued on the current stream has ended; HangError if that
@@ -105,12 +153,7 @@ class Deadline:
         finally:
             self._marks = ()
 
-    def _watch(self) -> None:
-        while True:
-            time.sleep(min(1.0, self.limit_s / 4))
-            self._look(time.monotonic())
-
-    def _look(self, now: float) -> None:
+    def look(self, now: float) -> None:
         """Ends the process if a marked call is still under way long behind its limit."""
         marks = self._marks
         if not marks or now < marks[0][1] + self.limit_s + GRACE_S:

@@ -22,8 +22,6 @@ from distmega.kernels.machines import H100, H200
 from distmega.kernels.runtime.gpus import num_sms
 from distmega.sharding.search.cost import Machine
 
-_machines: dict[NcclCommunicator, Machine] = {}
-
 
 @cache
 def built_in(index: int) -> Machine:
@@ -37,11 +35,12 @@ def measured(comm: NcclCommunicator) -> Machine:
     """With the rates that `distmega doctor --calibrate` has kept, if any; collective when first
     asked for. RequestError, on all ranks, for a file of rates that does not fit.
     """
-    if comm not in _machines:
+    known = comm.kept.get(Machine)
+    if not isinstance(known, Machine):
         index = torch.cuda.current_device()
         name = torch.cuda.get_device_name(index)
-        _machines[comm] = machine_of(comm, built_in(index), name)
-    return _machines[comm]
+        known = comm.kept[Machine] = machine_of(comm, built_in(index), name)
+    return known
 
 
 def machine_of(comm: Communicator, machine: Machine, device: str) -> Machine:

@@ -311,16 +311,13 @@ class StandInWorkspace(Workspace):
         return [self._buffer] * (self.num_ranks - 1)
 
 
-_workspaces: dict[tuple[NcclCommunicator, str], Workspace] = {}
-
-
 def workspace_of(comm: NcclCommunicator, axis: str, symmetric_bytes: int) -> Workspace:
     """The workspace of a team, which makes it together when it is first asked for, or asked for
-    with larger symmetric buffers than before.
+    with larger symmetric buffers than before; the communicator keeps it.
     """
-    known = _workspaces.get((comm, axis))
-    if known is None or known.symmetric_bytes < symmetric_bytes:
-        torch.cuda.synchronize()
-        known = Workspace(Team(comm=comm, axis=axis), symmetric_bytes)
-        _workspaces[comm, axis] = known
-    return known
+    known = comm.kept.get((Workspace, axis))
+    if isinstance(known, Workspace) and known.symmetric_bytes >= symmetric_bytes:
+        return known
+    torch.cuda.synchronize()
+    made = comm.kept[Workspace, axis] = Workspace(Team(comm=comm, axis=axis), symmetric_bytes)
+    return made

@@ -13,9 +13,12 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from distmega.compiled import compile_plan
+from distmega.compiled import CompiledProgram, compile_plan
+from distmega.engine.engine import Engine
 from distmega.engine.ranks.context import RankContext
-from distmega.errors import RankFailure
+from distmega.engine.ranks.jobs import open_engine
+from distmega.engine.requests import EngineOptions
+from distmega.errors import ProgramError, RankFailure
 from distmega.hostir.check.check import check_host
 from distmega.hostir.comm import communicator
 from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
@@ -28,6 +31,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import stream
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
+from distmega.sources.load import open_model
 from tests.forked import forking
 from tests.hostir.programs import (
     RING,
@@ -124,6 +128,42 @@ def open_often(rank: int, num_ranks: int) -> None:
     for _ in range(3):
         comm = GlooCommunicator(mesh, rank)
         assert comm.all_gather_object(rank, "tp") == [*mesh.team("tp", rank)]
+
+
+def close_often(rank: int, num_ranks: int) -> None:
+    """What is closed leaves no threads and no sockets at once, though it is kept; a program beside
+    it runs on.
+    """
+    mesh = DeviceMesh(tp=num_ranks)
+    plan = plan_program(attention_block(5), mesh, CPU)
+    context = RankContext(
+        rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks, node="here",
+        backend="gloo", device="cpu",
+    )  # fmt: skip
+    kept = compile_plan(plan, context)
+    parts = kept.parts(block_tensors(5))
+    expected, *_ = kept(parts).values()
+    source, options = open_model("tiny-llama"), EngineOptions(max_context=32)
+    closed: list[CompiledProgram | Engine | GlooCommunicator] = []
+    used = []
+    for _ in range(8):
+        step = compile_plan(plan, context)
+        found, *_ = step(parts).values()
+        assert torch.equal(found, expected)
+        engine = open_engine(context, source, num_ranks, options)
+        engine.prefill([1, 2])
+        mine = [step, engine, GlooCommunicator(mesh, rank)]
+        for one in mine:
+            one.close()
+        closed += mine
+        used.append(len(os.listdir("/proc/self/task")) + len(os.listdir("/proc/self/fd")))
+    assert used[-1] <= used[1] + 3, used
+    for one in closed:
+        one.close()
+    with pytest.raises(ProgramError, match=f"of a communicator that rank {rank} has closed"):
+        closed[-1].all_reduce("tp", [torch.ones(1)], [torch.ones(1)], "sum")
+    found, *_ = kept(parts).values()
+    assert torch.equal(found, expected)
 
 
 def check_values(comm: GlooCommunicator) -> None:

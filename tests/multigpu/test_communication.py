@@ -1,5 +1,7 @@
 """Collectives, sends and signals between ranks give the same on GPUs over NCCL as over gloo."""
 
+import os
+
 import pytest
 import torch
 
@@ -36,7 +38,22 @@ def exchange_both_ways(comm: Communicator) -> None:
     assert torch.equal(from_right, values((rank + 1) % size, 1 << 22) + 1)
 
 
-@pytest.mark.parametrize("body", ["exchange_all", "exchange_both_ways"])
+def close_in_turn(comm: Communicator) -> None:
+    """Communicators that are closed leave no sockets and threads; one beside them goes on."""
+    used = []
+    for _ in range(6):
+        mine = type(comm)(comm.mesh, comm.rank, TIMEOUT_S)
+        check_movements(mine)
+        if isinstance(mine, NcclCommunicator):
+            open_signals(mine, "tp", ("ready", "done"), TIMEOUT_S, peer_memory=False)
+        check_point_to_point(mine)
+        mine.close()
+        used.append(len(os.listdir("/proc/self/task")) + len(os.listdir("/proc/self/fd")))
+    assert used[-1] <= used[1] + 3, used
+    check_movements(comm)
+
+
+@pytest.mark.parametrize("body", ["exchange_all", "exchange_both_ways", "close_in_turn"])
 @pytest.mark.parametrize(("device", "num_ranks"), ON_EITHER)
 def test_exchanges(body: str, device: str, num_ranks: int, run_ranks):
     run_ranks(f"{HERE}:{body}", device, num_ranks)

@@ -243,6 +243,7 @@ def open_engine(
         sampling=sampling,
         progress=progress,
         tell=tell,
+        closes_comm=True,
     )
 
 

@@ -40,7 +40,7 @@ def open_signals(
         except LaunchError as error:
             logger.info("signals go over NCCL: %s", error)
     if comm.signals is None:
-        comm.signals = NcclSignals(comm.mesh, comm.rank, axis, timeout_s)
+        comm.signals = NcclSignals(comm, axis, timeout_s)
 
 
 class PeerSignals:

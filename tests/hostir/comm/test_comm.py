@@ -1,11 +1,14 @@
 """Exchanges between real processes, and of a rank with itself."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distmega.errors import MeshError, RankFailure
+from distmega.hostir.comm import groups
 from distmega.hostir.comm.collectives import combine_parts
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -20,6 +23,34 @@ def test_exchanges_and_programs(num_ranks: int, tmp_path: Path):
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_programs_that_are_gone_leave_no_threads_and_sockets(num_ranks: int, tmp_path: Path):
     spawn("open_often", num_ranks, tmp_path)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_what_is_closed_leaves_no_threads_and_sockets(num_ranks: int, tmp_path: Path):
+    spawn("close_often", num_ranks, tmp_path)
+
+
+@pytest.mark.parametrize("told", [{0: ["a", "b"], 1: ["b"]}, {0: ["a", "b"], 1: []}])
+def test_groups_are_closed_once_all_their_ranks_have_left_them(monkeypatch, told):
+    """Group c is of ranks that have not met; d ended with torch.distributed."""
+    members = {"a": [0, 1], "b": [0, 1], "c": [0, 5]}
+    left = {name: SimpleNamespace(group_name=name) for name in "bacd"}
+    destroyed = []
+    monkeypatch.setattr(groups, "_left", list(left.values()))
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: members[group.group_name])
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(dist, "destroy_process_group", destroyed.append)
+    asked = []
+
+    def gather(mine):
+        asked.append(mine)
+        return [mine, told[1]]
+
+    groups.close_left(gather, (0, 1))
+    assert asked == [["a", "b", "c"]]
+    assert destroyed == [left[name] for name in told[1]]
+    kept = {"a", "b", "c"} - {*told[1]}
+    assert {group.group_name for group in groups._left} == kept
 
 
 def test_a_lost_peer_is_reported(tmp_path: Path):

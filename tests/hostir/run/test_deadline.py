@@ -3,6 +3,9 @@
 import random
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,6 +36,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "needed", 0)
     monkeypatch.setattr(deadline, "GRACE_S", 0.0)
+    monkeypatch.setattr(deadline, "_watcher", deadline._Watcher())  # other tests have left calls
 
 
 @pytest.fixture
@@ -85,6 +89,75 @@ def test_calls_that_end_leave_nothing_to_watch(ended: threading.Event):
     assert not ended.wait(0.3)
 
 
+@pytest.fixture
+def watching() -> Callable[[], list[threading.Thread]]:
+    """The threads that have been started to watch since."""
+    before = threading.enumerate()
+
+    def found() -> list[threading.Thread]:
+        started = (thread for thread in threading.enumerate() if thread not in before)
+        return [thread for thread in started if thread.name == "distmega-watch"]
+
+    return found
+
+
+def until(holds: Callable[[], bool]) -> bool:
+    """Whether something holds within a minute."""
+    end = time.monotonic() + 60
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_one_thread_watches_all_deadlines_and_ends_with_their_calls(
+    ended: threading.Event, watching: Callable[[], list[threading.Thread]]
+):
+    programs = [Deadline(f"calls {number}", 0.4) for number in range(20)]
+    for _ in range(3):
+        for calls in programs:
+            calls.note()
+        assert len(watching()) == 1
+    for calls in programs[1:]:
+        calls.wait()
+    assert len(watching()) == 1
+    programs[0].wait()
+    assert until(lambda: not watching())
+    assert not ended.is_set()
+
+
+def test_calls_behind_the_end_of_the_thread_are_watched_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+    ended: threading.Event,
+    watching: Callable[[], list[threading.Thread]],
+):
+    calls = Deadline("calls", 0.05)
+    calls.note()
+    calls.wait()
+    assert until(lambda: not watching())
+    monkeypatch.setattr(Event, "needed", 10**9)
+    calls.note()
+    assert ended.wait(60)
+
+
+def test_a_call_that_comes_as_the_thread_ends_is_watched(
+    ended: threading.Event, watching: Callable[[], list[threading.Thread]]
+):
+    """Whatever the two do first: many threads' calls, each looked at for a moment."""
+    programs = [Deadline(f"calls {number}", 0.004) for number in range(4)]
+
+    def call(calls: Deadline) -> None:
+        for _ in range(200):
+            calls.note()
+            calls.wait()
+            time.sleep(random.random() / 500)
+        calls.note()
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        list(pool.map(call, programs))
+    assert until(lambda: not any(calls.has_marks for calls in programs)), "nobody looked"
+    assert until(lambda: not watching())
+
+
 class Queue:
     """A GPU that does one call after the other; an event is reached with the call it stands for."""
 
@@ -102,7 +175,7 @@ class Queue:
                 return self.stands_for <= queue.num_done
 
         monkeypatch.setattr(torch.cuda, "Event", Recorded)
-        monkeypatch.setattr(Deadline, "_watch", lambda calls: None)
+        monkeypatch.setattr(deadline, "_watcher", Mock())
         monkeypatch.setattr(deadline.time, "monotonic", lambda: self.now)
         self.calls = Deadline("calls", 3.0)
 
@@ -114,7 +187,7 @@ class Queue:
         """The thread looks once a second."""
         for _ in range(num_s):
             self.now += 1
-            self.calls._look(self.now)
+            self.calls.look(self.now)
 
 
 def test_a_call_that_hangs_behind_one_under_way_is_ended(
