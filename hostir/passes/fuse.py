@@ -29,17 +29,12 @@ from distmega.hostir.passes.fuse_heads import (
     set_beside,
     state_heads,
 )
-from distmega.hostir.passes.fused_kinds import op_exprs
+from distmega.hostir.passes.fused_kinds import MAX_FLOPS, MAX_READS, MAX_WRITES, op_exprs
 from distmega.program import expr
 from distmega.program.dtypes import FLOATS
 from distmega.program.kinds import kind_of
 from distmega.program.ops.parts import make_op
 from distmega.program.types import Access, Index, Op, Program, Tensor, accesses
-
-MAX_READS = 8
-MAX_WRITES = 4
-MAX_FLOPS = 64
-"""What one kernel takes: operands, results, and function applications an element."""
 
 _SUM = expr.parse("a0 + a1")
 

@@ -25,6 +25,13 @@ from distmega.program.kinds import OpKind, define
 from distmega.program.ops.axis_views import is_plain
 from distmega.program.types import Op, accesses, contracts
 
+MAX_READS = 8
+MAX_WRITES = 4
+MAX_FLOPS = 64
+"""What a kernel of formulas or of rows takes: operands, results, and function applications an
+element.
+"""
+
 define(OpKind(name="fused_pointwise", origin="internal", is_elementwise=True))
 define(OpKind(name="fused_norm", origin="internal", is_norm=True))
 define(OpKind(name="fused_heads", origin="internal", inplace=True))

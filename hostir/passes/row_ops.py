@@ -7,7 +7,15 @@ ops of kind fused_rows. Used by join_rows.py and split_sums.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from distmega.hostir.passes.fused_kinds import NormStep, Step, op_exprs, row_steps
+from distmega.hostir.passes.fused_kinds import (
+    MAX_FLOPS,
+    MAX_READS,
+    MAX_WRITES,
+    NormStep,
+    Step,
+    op_exprs,
+    row_steps,
+)
 from distmega.program import expr
 from distmega.program.dtypes import FLOATS_TO_F32
 from distmega.program.kinds import kind_of
@@ -15,13 +23,11 @@ from distmega.program.ops.axis_views import access_axes, is_plain
 from distmega.program.ops.parts import make_op
 from distmega.program.types import Access, Axis, Op, Tensor, accesses, grouped_index
 
-MAX_READS = 8
-MAX_WRITES = 4
-MAX_FLOPS = 64
-"""What one kernel takes: operands, results, and function applications an element."""
 MAX_COLUMNS = 8192
 MAX_HELD = 40960
-"""Elements of a row at a time, and of all whole operands and results, which registers hold."""
+"""What one kernel holds in registers: elements of a row, and those of all whole operands and
+results together.
+"""
 _SUM = expr.parse("a0 + a1")
 
 

@@ -38,6 +38,7 @@ from distmega.hostir.library.ops import (
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
 from distmega.hostir.library.rows import compile_rows
 from distmega.hostir.passes.fuse_heads import FUSED
+from distmega.hostir.passes.fused_kinds import MAX_READS
 from distmega.kernels.gemm.api import matmul
 from distmega.kernels.library import late
 from distmega.kernels.library.limits import (
@@ -49,7 +50,6 @@ from distmega.kernels.library.limits import (
     has_tiles,
 )
 from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
-from distmega.kernels.pipelined.pointwise.exprs import MAX_INPUTS
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.program.expr import Expr
 from distmega.program.kinds import FUSED_GRAPH, kind_of
@@ -132,7 +132,7 @@ class KernelOps:
             return self._groups_by_kernel(op, coordinate)
         if op.kind in ("attention", "attend"):
             return self._attention_by_kernel(op, coordinate)
-        if kind_of(op).is_elementwise and len(op.reads) <= MAX_INPUTS:
+        if kind_of(op).is_elementwise and len(op.reads) <= MAX_READS:
             return compile_pointwise(op, pointwise_results)
         if kind_of(op).is_norm:
             return compile_norm(op, normalise_rows)
@@ -165,7 +165,7 @@ class KernelOps:
             return compile_scatter_add(
                 op, coordinate, lambda *given: late.add_weighted_rows(*given)
             )
-        if kind_of(op).is_elementwise and len(op.reads) <= MAX_INPUTS + 1:  # and the offsets
+        if kind_of(op).is_elementwise and len(op.reads) <= MAX_READS + 1:  # and the offsets
             return compile_grouped_pointwise(op, coordinate, pointwise_results)
         return None
 

@@ -20,8 +20,7 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from distmega.hostir.library.rows import run_rows as run_by_torch
-from distmega.hostir.passes.fused_kinds import NormStep, RowSteps
-from distmega.hostir.passes.row_ops import MAX_READS, MAX_WRITES
+from distmega.hostir.passes.fused_kinds import MAX_READS, MAX_WRITES, NormStep, RowSteps
 from distmega.kernels.pipelined.pointwise.formula import evaluate
 from distmega.kernels.pipelined.triton_path import normalise_tile
 from distmega.kernels.runtime.ahead import launch

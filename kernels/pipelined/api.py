@@ -16,6 +16,7 @@ from distmega.arguments import require_number
 from distmega.errors import ProgramError
 from distmega.hostir.library.norms import normalise
 from distmega.hostir.library.pointwise import evaluate_all
+from distmega.hostir.passes.fused_kinds import MAX_READS, MAX_WRITES
 from distmega.kernels.pipelined import late
 from distmega.kernels.pipelined.operands import (
     EXPRS,
@@ -25,7 +26,7 @@ from distmega.kernels.pipelined.operands import (
     require_exprs,
     require_tensor,
 )
-from distmega.kernels.pipelined.pointwise.exprs import MAX_INPUTS, MAX_OUTPUTS, Formula, formula_of
+from distmega.kernels.pipelined.pointwise.exprs import Formula, formula_of
 from distmega.kernels.pipelined.pointwise.views import broadcast_shapes
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.program import expr
@@ -117,10 +118,10 @@ def _check_pointwise(
 ) -> tuple[int, ...]:
     """The results' shape."""
     num_exprs = len(formula.exprs)
-    if not 1 <= num_exprs <= MAX_OUTPUTS or not 1 <= len(shapes) <= MAX_INPUTS:
+    if not 1 <= num_exprs <= MAX_WRITES or not 1 <= len(shapes) <= MAX_READS:
         raise ProgramError(
             f"pointwise op with {len(shapes)} tensors and {num_exprs} expressions",
-            expected=f"1 to {MAX_INPUTS} tensors and 1 to {MAX_OUTPUTS} expressions",
+            expected=f"1 to {MAX_READS} tensors and 1 to {MAX_WRITES} expressions",
             remedy="split it into several calls",
         )
     used = max(map(expr.num_args, formula.exprs))

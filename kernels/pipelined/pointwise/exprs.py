@@ -8,10 +8,6 @@ from functools import cached_property, lru_cache
 
 from distmega.program import expr
 
-MAX_INPUTS = 8
-MAX_OUTPUTS = 4
-"""Operands and results of a kernel."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Formula:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distmega.hostir.passes.fused_kinds import MAX_READS, MAX_WRITES
 from distmega.kernels.pipelined.blocks import SWIZZLE_BYTES, padded_to
 from distmega.kernels.pipelined.choices import (
     KernelChoice,
@@ -28,7 +29,7 @@ from distmega.kernels.pipelined.families import (
     Vector,
     pointer,
 )
-from distmega.kernels.pipelined.pointwise.exprs import MAX_INPUTS, MAX_OUTPUTS, Formula
+from distmega.kernels.pipelined.pointwise.exprs import Formula
 from distmega.kernels.pipelined.pointwise.pointwise_kernel import PointwiseSpec, pointwise_kernel
 from distmega.kernels.pipelined.pointwise.views import (
     Matrix,
@@ -99,7 +100,7 @@ class _PointwiseClass:
         )
         return Launch(
             kernel=pointwise_kernel,
-            arguments=[*_filled(arguments, MAX_INPUTS), *[leaving] * MAX_OUTPUTS],
+            arguments=[*_filled(arguments, MAX_READS), *[leaving] * MAX_WRITES],
             rest=(rows, columns, num_tiles, choice.run, tiles[-1], spec),
             grid=num_programs(choice, num_tiles, self.index),
             options={"num_warps": choice.num_warps, "maxnreg": choice.max_registers},
@@ -113,7 +114,7 @@ class _PointwiseClass:
         wide = max(reach, self.num_elements + block) >= INT32
         return Launch(
             kernel=pointwise_plain,
-            arguments=[pointer] * (MAX_INPUTS + MAX_OUTPUTS),
+            arguments=[pointer] * (MAX_READS + MAX_WRITES),
             rest=(
                 row_strides, column_strides, matrix.columns, self.num_elements, self.formula,
                 len(self.kinds), matrix.rows == 1, wide, block, self.num_elements % block == 0,
@@ -147,8 +148,8 @@ def inplace_inputs(
     tensors: Sequence[Tensor], results: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """The kernels' tensors, with None for the operands and results that are not there."""
-    inputs = (*tensors, *(None,) * (MAX_INPUTS - len(tensors)))
-    return (*inputs, *results, *(None,) * (MAX_OUTPUTS - len(results)))
+    inputs = (*tensors, *(None,) * (MAX_READS - len(tensors)))
+    return (*inputs, *results, *(None,) * (MAX_WRITES - len(results)))
 
 
 def family_of(

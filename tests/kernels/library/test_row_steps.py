@@ -5,8 +5,8 @@ sm_90a.
 import pytest
 import torch
 
-from distmega.hostir.passes.fused_kinds import NormStep, RowSteps
-from distmega.hostir.passes.row_ops import MAX_COLUMNS, MAX_READS, MAX_WRITES
+from distmega.hostir.passes.fused_kinds import MAX_READS, MAX_WRITES, NormStep, RowSteps
+from distmega.hostir.passes.row_ops import MAX_COLUMNS
 from distmega.kernels.library.row_steps import row_strides, run_steps, tile_of
 from distmega.program import expr
 from tests.forked import run_module
