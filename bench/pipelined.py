@@ -84,9 +84,9 @@ def all_cases(sizes_mb: list[int]) -> list[Case]:
     ops: list[tuple[str, str, Callable[..., object], int, int, tuple[int, ...]]] = [
         ("silu(a)*b", "silu(a0) * a1", silu_mul, 2, 1, (4096,)),
         ("4 in 1 out", "a0 * a1 + a2 * sigmoid(a3)", four_in, 4, 1, (4096,)),
-        ("rms norm + residual", "rms", rms_residual, 2, 2, (1024, 4096, 16384)),
-        ("rms norm", "rms", rms, 1, 1, (4096,)),
-        ("layer norm", "layer", layer, 1, 1, (4096,)),
+        ("rms norm + residual", "rms_norm", rms_residual, 2, 2, (1024, 4096, 16384)),
+        ("rms norm", "rms_norm", rms, 1, 1, (4096,)),
+        ("layer norm", "layer_norm", layer, 1, 1, (4096,)),
     ]
     return [
         Case(
@@ -104,7 +104,7 @@ def calls_of(case: Case, data: list[Tensor]) -> dict[str, Call]:
     count = case.size_mb * MB // 2
     tensors = [x[:count].view(-1, case.columns) for x in data[: case.num_inputs]]
     weight = torch.randn(case.columns, device="cuda", dtype=torch.bfloat16)
-    args = [*tensors] if case.op not in ("rms", "layer") else [*tensors, weight]
+    args = [*tensors] if case.op not in ("rms_norm", "layer_norm") else [*tensors, weight]
     torch._dynamo.reset()
     compiled = torch.compile(case.peer, dynamic=False)
     family, operands = _family(case, tensors, weight)
@@ -120,7 +120,7 @@ def calls_of(case: Case, data: list[Tensor]) -> dict[str, Call]:
 
 def _family(case: Case, tensors: list[Tensor], weight: Tensor) -> tuple[LaunchFamily, Operands]:
     """The case's launches, and its operands with new results."""
-    if case.op in ("rms", "layer"):
+    if case.op in ("rms_norm", "layer_norm"):
         residual = tensors[1] if len(tensors) == 2 else None
 
         def operands() -> Sequence[Tensor | None]:

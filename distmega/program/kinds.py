@@ -124,8 +124,7 @@ class OpKind:
     only_copies: elements, to other positions or under another shape.
     is_elementwise: one result each from elements at the same point, by formulas.
     contracts: sums products of operands 0 and 1 over axes that the result lacks.
-    is_norm: of rows, done with their statistics in one kernel. statistics: which these are, "rms",
-        "layer" (mean and variance) or "softmax" (largest and sum of exponentials).
+    is_norm: of rows, done with their statistics in one kernel.
     scales_elements: a norm that then multiplies by a weight an element, so that its factor may move
         behind a contraction, and a sum before it into the same kernel.
     chooses_token: or finds what one is chosen from.
@@ -174,7 +173,6 @@ class OpKind:
     is_elementwise: bool = False
     contracts: bool = False
     is_norm: bool = False
-    statistics: Literal["", "rms", "layer", "softmax"] = ""
     scales_elements: bool = False
     chooses_token: bool = False
     picks_elements: bool = False

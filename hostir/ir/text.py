@@ -136,7 +136,7 @@ def _print_fused(node: FusedMatmul) -> str:
 
 def _print_norm(norm: SumNorm) -> str:
     eps = print_attrs((("eps", norm.eps),))
-    return f" {norm.kind} norm ({', '.join(norm.reads)}) -> {norm.total}{eps}"
+    return f" {norm.kind} ({', '.join(norm.reads)}) -> {norm.total}{eps}"
 
 
 def _print_order(node: SetStream | RecordEvent | WaitEvent | Signal | WaitSignal) -> str:
@@ -326,7 +326,7 @@ def _parse_norm(kind: str, given: str, total: str, attrs: str) -> SumNorm:
     names, found = parse_names(given), dict(parse_attrs(attrs))
     eps = found.pop("eps", None)
     if not 2 <= len(names) <= 3 or found or not isinstance(eps, float):
-        raise _unreadable(f"{kind} norm ({given}) -> {total} |{attrs}")
+        raise _unreadable(f"{kind} ({given}) -> {total} |{attrs}")
     return SumNorm(
         kind=kind,  # type: ignore[arg-type]
         eps=eps,
@@ -384,7 +384,7 @@ _FORMS: tuple[tuple[str, Callable[..., Node]], ...] = (
     (
         r"(all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce) (\S+)"
         r" \((\S+), (\S+)\) -> (\S+) rows (\d+)( borrowed)?( replicated)?( forced)?"
-        r"(?: (rms|layer) norm \(([^()]*)\) -> (\S+) \|(.*)|(?: mixes (.+))?)",
+        r"(?: (rms_norm|layer_norm) \(([^()]*)\) -> (\S+) \|(.*)|(?: mixes (.+))?)",
         _parse_fused,
     ),
 )

@@ -47,7 +47,7 @@ def move_heads(
     for part in parts:
         x = part.x
         if part.weight is not None:
-            x, _ = normalise("rms", x, None, part.weight, None, eps)
+            x, _ = normalise("rms_norm", x, None, part.weight, None, eps)
         if part.rotates:
             assert table is not None, "what rotates has angles"
             x = rope_values(x, positions, table)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from distmega.hostir.library.pointwise import OpFunction
 from distmega.hostir.library.torch_types import widen
-from distmega.program.kinds import kind_of
 from distmega.program.types import Op
 
 Normalise = Callable[
@@ -29,14 +28,14 @@ def normalise(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Result and the sum x + residual, x itself without a residual; in fp32 or wider. op: rms,
-    layer or softmax.
+    """Result and the sum x + residual, x itself without a residual; in fp32 or wider. op: rms_norm,
+    layer_norm or softmax.
     """
     total = x if residual is None else (widen(x) + widen(residual)).to(x.dtype)
     wide = widen(total)
-    if op == "rms":
+    if op == "rms_norm":
         result = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    elif op == "layer":
+    elif op == "layer_norm":
         result = F.layer_norm(wide, wide.shape[-1:], eps=eps)
     else:
         result = torch.softmax(wide, -1)
@@ -55,7 +54,7 @@ def compile_norm(op: Op, run: Normalise) -> OpFunction:
         has_bias = len(op.reads) == 6
         return lambda xs: run(norm, xs[0], xs[2], xs[4], xs[5] if has_bias else None, eps)
     weight, bias = (2 if len(op.reads) > 2 else None), (3 if len(op.reads) > 3 else None)
-    kind = kind_of(op).statistics
+    kind = op.kind
     return lambda xs: run(
         kind,
         xs[0],

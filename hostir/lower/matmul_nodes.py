@@ -19,7 +19,7 @@ class SumNorm:
     times `weight`, plus `bias` if there is one.
     """
 
-    kind: Literal["rms", "layer"]
+    kind: Literal["rms_norm", "layer_norm"]
     eps: float
     residual: str
     total: str

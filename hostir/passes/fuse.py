@@ -256,10 +256,9 @@ class _HostFusion:
         moved = [replace(read, tensor=source.name) for source in sources for read in (x, row)]
         self.count_joined(first, then)
         writes = (*then.writes, replace(x, tensor=total.name))
-        norm = then.kind.removesuffix("_norm")
         return make_op(
             then.name, "fused_norm", then.axes, [*moved, *vectors], writes,
-            norm=norm, eps=then.attr("eps"),
+            norm=then.kind, eps=then.attr("eps"),
         )  # fmt: skip
 
 

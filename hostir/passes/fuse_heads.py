@@ -64,7 +64,7 @@ def heads_op(op: Op, buffers: Mapping[str, Tensor]) -> HeadsOp | None:
     if not fits or buffers[out].dtype not in FLOATS_TO_F32:
         return None
     kind = kind_of(op)
-    if kind.statistics == "rms" and len(names) == 3:
+    if op.kind == "rms_norm" and len(names) == 3:
         part, eps = HeadPart(x=names[0], weight=names[2], out=out, steps=("norm",)), op.attr("eps")
         assert isinstance(eps, float), f"eps={eps!r} of a verified norm"
         return HeadsOp(parts=(part,), eps=eps)

@@ -1,8 +1,8 @@
 """Op kinds that one kernel of pointwise ops or norms does, those that fuse.py makes among them.
 
 - fused_pointwise: `exprs` over its reads, one a write, in `dtypes`.
-- fused_norm: a `norm` ("rms" or "layer") of x + residual; reads x and residual, each by element and
-  by row, weight and maybe bias, writes the result and the sum.
+- fused_norm: a `norm` ("rms_norm" or "layer_norm") of x + residual; reads x and residual, each by
+  element and by row, weight and maybe bias, writes the result and the sum.
 - fused_heads: heads of a row normalised, rotated, kept in a tensor or appended to a cache, for up
   to MAX_PARTS tensors of heads; see fuse_heads.py.
 - fused_linear: `expr` of a0 and a1, products of x with a row of one weight and of another of its
@@ -43,8 +43,8 @@ define(OpKind(name="fused_rows", origin="internal"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormStep:
-    """A step of rows: the norm ("rms", "layer" or "softmax") of value x, times value `weight` plus
-    value `bias`, -1 where there is none.
+    """A step of rows: the norm ("rms_norm", "layer_norm" or "softmax") of value x, times value
+    `weight` plus value `bias`, -1 where there is none.
     """
 
     norm: str

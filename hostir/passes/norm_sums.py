@@ -43,7 +43,7 @@ def _norm_of(product: FusedMatmul, op: Op, buffers: Mapping[str, Tensor]) -> Sum
     """What `op` does to the product's result; None where it is no norm of its rows."""
     plain = product.kind == "matmul_all_reduce" and not (product.forced or product.mixes)
     kind, eps, out = op.get("norm", ""), op.get("eps", 0.0), buffers[product.out]
-    if op.kind != "fused_norm" or not plain or kind not in ("rms", "layer"):
+    if op.kind != "fused_norm" or not plain or kind not in ("rms_norm", "layer_norm"):
         return None
     x, _, residual, _, *vectors = op.reads
     others = {x.tensor, residual.tensor} - {product.out}
@@ -58,7 +58,7 @@ def _norm_of(product: FusedMatmul, op: Op, buffers: Mapping[str, Tensor]) -> Sum
     if shapes != {out.shape} or len(types) != 1:
         return None
     return SumNorm(
-        kind=cast(Literal["rms", "layer"], kind),
+        kind=cast(Literal["rms_norm", "layer_norm"], kind),
         eps=float(cast(float, eps)),
         residual=others.pop(),
         total=total,

@@ -96,7 +96,7 @@ def _steps_of(op: Op) -> tuple[tuple[Access, ...], tuple[Step, ...], tuple[int, 
     operands = (*op.reads[: 2 * num_rows : 2], *vectors)
     numbers = [*range(num_rows, num_rows + len(vectors)), -1, -1][:2]
     step = NormStep(
-        norm=norm or kind_of(op).statistics,
+        norm=norm or op.kind,
         x=len(operands) if norm else 0,
         weight=numbers[0],
         bias=numbers[1],

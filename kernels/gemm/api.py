@@ -247,7 +247,7 @@ def matmul_sum_norm(
     comm: Communicator,
     axis: str = "tp",
     *,
-    kind: Literal["rms", "layer"],
+    kind: Literal["rms_norm", "layer_norm"],
     eps: float,
     workspace: "late.Workspace | None" = None,
 ) -> tuple[Tensor, Tensor]:

@@ -110,7 +110,7 @@ def matmul_sum_norm(
     residual: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    kind: Literal["rms", "layer"],
+    kind: Literal["rms_norm", "layer_norm"],
     eps: float,
     workspace: Workspace,
 ) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ class PushedCollectives:
         residual: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        kind: Literal["rms", "layer"],
+        kind: Literal["rms_norm", "layer_norm"],
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         """The norm of residual + the sum of all ranks' partial, bf16 [rows, columns], and that

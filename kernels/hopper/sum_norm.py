@@ -45,7 +45,7 @@ class SumNormSpec:
     kind: of the norm. fours: of a row, four elements each.
     """
 
-    kind: Literal["rms", "layer"]
+    kind: Literal["rms_norm", "layer_norm"]
     fours: int
     ranks: int
     has_bias: bool = False
@@ -147,14 +147,14 @@ def sum_norm_kernel(x, residual, weight, bias, y, total, mine, peers, arrived, w
         gl.store(total + line + at, bits, mask=at < spec.fours)
         a, b, c, d = four_floats(bits)
         values += ((a, b, c, d),)
-        if spec.kind == "layer":
+        if spec.kind == "layer_norm":
             added += (a + b) + (c + d)
         else:
             added += (a * a + b * b) + (c * c + d * d)
     columns: gl.constexpr = spec.fours * 4
     mean = gl.sum(added, 0) / columns
     square = mean
-    if spec.kind == "layer":
+    if spec.kind == "layer_norm":
         added = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
         for chunk in gl.static_range(chunks):
             a, b, c, d = values[chunk]
@@ -198,7 +198,7 @@ class PushedSumNorm:
         residual: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        kind: Literal["rms", "layer"],
+        kind: Literal["rms_norm", "layer_norm"],
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         """The norm of residual + the sum of all ranks' x, and that total, bf16 [rows, columns];

@@ -39,9 +39,6 @@ def six(values: tuple[int, ...]) -> Six:
 COMBINES = ("sum", "max", "min")
 """Reductions by the number that stands for them in an instruction."""
 
-NORMS = ("rms", "layer", "softmax")
-"""Ways of normalising a row, likewise."""
-
 SCANS = ("cumsum", "cumprod")
 """Ways of combining the elements of a row up to each one, likewise."""
 
@@ -155,8 +152,8 @@ class Reduce:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
     """out[m, start + i] for i < count, of rows normalised over all `dim` elements; x, weight and
-    bias start at element 0 of a row; `kind` is an index into NORMS. vector_strides: of
-    weight and bias.
+    bias start at element 0 of a row; `kind` is an index into NORMS of
+    program/ops/norms.py. vector_strides: of weight and bias.
     """
 
     x: Ref

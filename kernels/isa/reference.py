@@ -20,7 +20,6 @@ from distmega.kernels.isa.memory import RankMemory, peer_view
 from distmega.kernels.isa.opcodes import (
     ATTENDED,
     COMBINES,
-    NORMS,
     SCANS,
     TAKES_EXTRA,
     WEIGHINGS,
@@ -33,7 +32,7 @@ from distmega.program.ops import experts, sampling
 from distmega.program.ops.attention import append_values, attention_values, rope_values
 from distmega.program.ops.compute import reduce_values
 from distmega.program.ops.lookups import embedding_values, require_ids
-from distmega.program.ops.norms import SCAN_VALUES
+from distmega.program.ops.norms import NORMS, SCAN_VALUES
 
 Run = Callable[[], None]
 

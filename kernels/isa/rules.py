@@ -12,7 +12,6 @@ from distmega.kernels.isa import opcodes
 from distmega.kernels.isa.opcodes import (
     ATTENDED,
     COMBINES,
-    NORMS,
     SCANS,
     ExtraOperand,
     Instruction,
@@ -21,6 +20,7 @@ from distmega.kernels.isa.opcodes import (
 from distmega.kernels.runtime.arena import Operand
 from distmega.kernels.tasks.geometry import Geometry, IterationBox, unfit
 from distmega.program.kinds import kind_of
+from distmega.program.ops.norms import NORMS
 from distmega.program.types import Op, accesses
 
 
@@ -223,7 +223,7 @@ def _norm(context: Context, part: IterationBox) -> Instruction:
         weight=vectors[0] if vectors else None,
         bias=vectors[1] if len(vectors) > 1 else None,
         out=context.ref(part, out),
-        kind=NORMS.index(context.op.kind.removesuffix("_norm")),
+        kind=NORMS.index(context.op.kind),
         rows=m.length,
         dim=context.op.axis("d").extent,
         start=d.start,
@@ -519,7 +519,7 @@ COMPUTE_RULES: Mapping[str, LoweringRule] = {
     "linear": LoweringRule({"b": 0, "m": 1, "n": 1, "k": 3}, _linear_classes, _linear),
     "pointwise": LoweringRule({"i": 2}, all_axes, _pointwise, _pointwise_operands),
     "reduce": LoweringRule({"i": 2, "r": 1}, _reduce_classes, _reduce),
-    **dict.fromkeys(("rms_norm", "layer_norm", "softmax"), _NORM),
+    **dict.fromkeys(NORMS, _NORM),
     **dict.fromkeys(SCANS, _SCAN),
     "rope": LoweringRule({"m": 1, "h": 1, "d": 1}, _rope_classes, _rope),
     "kv_append": LoweringRule({"m": 1, "h": 1, "d": 1}, _kv_append_classes, _kv_append),

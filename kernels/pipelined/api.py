@@ -44,7 +44,7 @@ def rms_norm(
     shape and type. ProgramError if shapes do not fit, and for whole numbers.
     """
     _require_rows(eps, x, residual=residual, weight=weight)
-    y, total = normalise_rows("rms", x, residual, weight, None, eps)
+    y, total = normalise_rows("rms_norm", x, residual, weight, None, eps)
     return y if residual is None else (y, total)
 
 
@@ -60,7 +60,7 @@ def layer_norm(
     bias [d]; residual and ProgramError as rms_norm.
     """
     _require_rows(eps, x, residual=residual, weight=weight, bias=bias)
-    y, total = normalise_rows("layer", x, residual, weight, bias, eps)
+    y, total = normalise_rows("layer_norm", x, residual, weight, bias, eps)
     return y if residual is None else (y, total)
 
 

@@ -66,9 +66,9 @@ def pointwise_plain(x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, row_strides,
 @triton.jit
 def normalise_tile(value, inside, num_columns, eps, op: tl.constexpr):
     """Rows [rows, columns] without weight and bias; what lies outside comes as zeros."""
-    if op == "rms":
+    if op == "rms_norm":
         return value * tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / num_columns + eps)
-    elif op == "layer":
+    elif op == "layer_norm":
         centred = tl.where(inside, value - tl.sum(value, 1, keep_dims=True) / num_columns, 0.0)
         squares = tl.sum(centred * centred, 1, keep_dims=True)
         return centred * tl.rsqrt(squares / num_columns + eps)
@@ -97,8 +97,8 @@ def norm_plain(x, residual, weight, bias, y, total, x_row, x_step, residual_row,
     weight, bias: [num_columns], read; y, total: contiguous, written, the result and the sum of x
     and residual; None where there is none; all local memory, any float type.
 
-    eps: of the norm; op: rms, layer or softmax. vectors: when weight and bias are loaded, see
-    KernelChoice. exact: x and residual are contiguous, and tiles end where they do. early: the
+    eps: of the norm; op: rms_norm, layer_norm or softmax. vectors: when weight and bias are loaded,
+    see KernelChoice. exact: x and residual are contiguous, and tiles end where they do. early: the
     launch may begin before what came before it ends.
     """
     if early:

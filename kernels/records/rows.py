@@ -182,7 +182,7 @@ def normalised(found, inside, dim, eps, spec: tl.constexpr):
         found = tl.exp(found - tl.max(found, 1, keep_dims=True))
         return found * (1.0 / tl.sum(found, 1, keep_dims=True))
     else:
-        if way_of(spec) == "layer":
+        if way_of(spec) == "layer_norm":
             found = tl.where(inside, found - tl.sum(found, 1, keep_dims=True) / dim, 0.0)
         mean = tl.sum(found * found, 1, keep_dims=True) / dim
         return found * (1.0 / tl.sqrt(mean + eps.to(found.dtype)))
@@ -224,9 +224,9 @@ def statistics(row, step, dim, eps, spec: tl.constexpr, wide: tl.constexpr):
     """What is taken from each element of a row, and the factor behind: of a softmax in between is
     the exponential.
     """
-    if way_of(spec) == "rms":
+    if way_of(spec) == "rms_norm":
         shift = tl.full([1], 0.0, wide)
-    elif way_of(spec) == "layer":
+    elif way_of(spec) == "layer_norm":
         shift = sum_of(row, step, dim, tl.full([1], 0.0, wide), spec, wide, "plain") / dim
     else:
         shift = largest_of(row, step, dim, spec, wide)

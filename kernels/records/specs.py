@@ -22,7 +22,6 @@ from distmega.kernels.isa.encoding import (
 )
 from distmega.kernels.isa.opcodes import (
     COMBINES,
-    NORMS,
     OPCODES,
     SCANS,
     ExtraOperand,
@@ -41,6 +40,7 @@ from distmega.kernels.records.boxes import (
 from distmega.kernels.records.heads import head_tiles
 from distmega.program.dtypes import HALVES, INTEGER_BITS
 from distmega.program.expr import Expr
+from distmega.program.ops.norms import NORMS
 from distmega.program.types import Op
 
 BODIES: frozenset[type[Instruction]] = frozenset(

@@ -22,6 +22,7 @@ from distmega.kernels.tasks.footprints import Footprints
 from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.dtypes import HALVES, item_bytes
 from distmega.program.kinds import kind_of
+from distmega.program.ops.norms import NORMS, SCAN_VALUES
 from distmega.program.types import Access, Op, Program, Role, Tensor, accesses, contracts
 
 ROW_MULTIPLE = 8
@@ -54,8 +55,7 @@ EXPONENTIALS = 16
 
 _ATTENTION = "attention", "biased_attention", "attend"
 _WHOLE_HEADS = {
-    "rms_norm": ("d",), "layer_norm": ("d",), "softmax": ("d",), "rope": ("d",),
-    "kv_append": ("d",), "cumsum": ("d",), "cumprod": ("d",),
+    **dict.fromkeys((*NORMS, *SCAN_VALUES, "rope", "kv_append"), ("d",)),
     **dict.fromkeys(_ATTENTION, ("g", "e")),
 }  # fmt: skip
 """Kind -> parallel axes that stay whole, since cutting them repeats work of the other tile."""

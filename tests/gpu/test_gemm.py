@@ -53,7 +53,7 @@ def norms_and_products(x: Tensor, w: Tensor, *, apart: bool = False) -> Tensor:
     weight = torch.ones(x.shape[-1], device="cuda", dtype=torch.bfloat16)
     for _ in range(20):
         for _ in range(2):
-            x, _ = normalise_rows("rms", x, None, weight, None, 1e-5)
+            x, _ = normalise_rows("rms_norm", x, None, weight, None, 1e-5)
             if apart:
                 torch.cuda.synchronize()
         x = run(x, w, 128)

@@ -133,7 +133,7 @@ def check_norm(op: str, x: Tensor, residual: Tensor | None, tma: bool) -> None:
     """With weight, and bias for layer norm; results poisoned."""
     columns = x.shape[-1]
     weight = make(columns, dtype=x.dtype, seed=7) if op != "softmax" else None
-    bias = make(columns, dtype=x.dtype, seed=8) if op == "layer" else None
+    bias = make(columns, dtype=x.dtype, seed=8) if op == "layer_norm" else None
     y = torch.empty(x.shape, dtype=x.dtype, device="cuda")
     total = torch.empty_like(y) if residual is not None else None
     operands = (x, residual, weight, bias, y, total)
@@ -169,9 +169,9 @@ def tried(family: LaunchFamily | None, operands: Sequence[Tensor | None]) -> lis
 
 
 def expected_norm(op: str, total: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    if op == "rms":
+    if op == "rms_norm":
         expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5)
-    elif op == "layer":
+    elif op == "layer_norm":
         expected = torch.nn.functional.layer_norm(total, total.shape[-1:], eps=1e-5)
     else:
         expected = torch.softmax(total, -1)
@@ -179,7 +179,7 @@ def expected_norm(op: str, total: Tensor, weight: Tensor | None, bias: Tensor | 
     return expected + bias.double() if bias is not None else expected
 
 
-@pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "softmax"])
 @pytest.mark.parametrize("columns", [128, 1024, 4096, 5120, 16384, 65536])
 def test_norms_of_row_lengths(op, columns):
     x, residual = make(211, columns) + 1, make(211, columns, seed=1)
@@ -188,14 +188,14 @@ def test_norms_of_row_lengths(op, columns):
     check_norm(op, x, None if op == "softmax" else residual, tma=tma)
 
 
-@pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "softmax"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_norms_of_types(op, dtype):
     for columns in (256, 1544, 16384):
         check_norm(op, make(3, 50, columns, dtype=dtype), None, tma=True)
 
 
-@pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "softmax"])
 def test_norms_of_strided_and_unaligned_rows(op):
     check_norm(op, make(70, 2048)[:, 128:1152], make(70, 1032, seed=1)[:, :1024], tma=True)
     check_norm(op, make(70, 1001), make(70, 1001, seed=1), tma=False)
@@ -204,7 +204,7 @@ def test_norms_of_strided_and_unaligned_rows(op):
     check_norm(op, make(1, 128), None, tma=True)
 
 
-@pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "softmax"])
 def test_long_rows_of_any_alignment(op):
     residual = None if op == "softmax" else make(5, 50257, seed=1)
     check_norm(op, make(5, 50257), residual, tma=False)

@@ -15,7 +15,7 @@ FOLDER = Path(sys.prefix) / "triton-newest"
 SPECIAL = "drawing or sampl or kinds or programs or row_pointwise or expert or sending"
 """What is compiled in beside the common parts of kernels: by night alone."""
 SIZES = (
-    "(norms and (128 or 1024 or 5000 or 16384)) or rms-65536 or layer-65536 or 134217728 "
+    "(norms and (128 or 1024 or 5000 or 16384)) or rms_norm-65536 or layer_norm-65536 or 134217728 "
     "or test_plain[128] or gathering or two_weights or test_mixing[128 or test_mixing[256-False]"
 )
 REPEATED = f"qwen3 or smollm2 or barriers or {SIZES}"

@@ -22,7 +22,7 @@ HERE = "tests.multigpu.test_sum_norm"
 def sum_often(comm: NcclCommunicator) -> None:
     """Rows that fill chunks and that do not; 400 launches of changing rows, some from a graph."""
     num_ranks, team = comm.mesh.num_ranks, Team(comm=comm, axis="tp")
-    kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
+    kinds: tuple[Literal["rms_norm", "layer_norm"], ...] = ("rms_norm", "layer_norm")
     for columns in (64, 2048, 2304, 8192):
         run = PushedSumNorm(team, columns, 256)
         for number, rows in enumerate((1, 256, 3, 100) * 25):
@@ -75,7 +75,7 @@ def multiply(comm: NcclCommunicator) -> None:
         b = values(20 + rank, columns, depth, dtype=torch.bfloat16)
         for _ in range(3):
             y, total = matmul_sum_norm(
-                a, b, residual, weight, None, comm, kind="rms", eps=1e-6, workspace=shared
+                a, b, residual, weight, None, comm, kind="rms_norm", eps=1e-6, workspace=shared
             )
             parts = [
                 torch.mm(
@@ -85,7 +85,7 @@ def multiply(comm: NcclCommunicator) -> None:
                 for r in range(num_ranks)
             ]
             summed = sum((part.float() for part in parts[1:]), parts[0].float()).bfloat16()
-            expected = normalise("rms", summed, residual, weight, None, 1e-6)
+            expected = normalise("rms_norm", summed, residual, weight, None, 1e-6)
             # NCCL rounds a sum at each rank: each time by 2**-9 of what is summed by then, at most
             rounded = sum(part.abs().float() for part in parts) * (num_ranks * 2**-9)
             off = (total.float() - expected[1].float()).abs()

@@ -25,8 +25,8 @@ INSTEAD = {
     **dict.fromkeys(("llama", "qwen", "mixtral", "gpt"), "the structure that it has"),
 }
 """Part of a name -> what to say."""
-LAYER_NORM = re.compile(r"layer_?norm|norm_?layer|^layer$", re.I)
-"""What is no layer: the op layer norm, which norms' kinds call "layer", beside "rms"."""
+LAYER_NORM = re.compile(r"layer_?norm|norm_?layer", re.I)
+"""What is no layer: the op layer norm."""
 PROSE = re.compile(r"\b(vocab\w*|tokens?|decod\w+)\b", re.I)
 """What comments and messages don't say either."""
 OF_EXPRESSIONS = frozenset({"expr", "exprs", "expression", "expressions", "formula", "formulas"})
@@ -163,7 +163,7 @@ def test_a_word_is_found_in_every_kind_of_name():
         "place(gate=fields['next_token'])\n"
         "match one:\n"
         "    case Linear(ffn=prompt): pass\n"
-        "LAYER_NORM, layer_norms, NORM_LAYER, kind = 1, 2, 3, 'layer'\n"
+        "LAYER_NORM, layer_norms, NORM_LAYER, kind = 1, 2, 3, 'layer_norm'\n"
         "tokenless, slayer, numbers, hiddenness = 'a token of it', 1, 2, 3\n"
     )
     found = {each.split()[1].rstrip(":") for each in faults("x.py", ast.parse(source))}

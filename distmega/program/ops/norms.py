@@ -28,6 +28,11 @@ from distmega.program.ops.parts import (
 )
 from distmega.program.types import Attr, Axis, Op, Tensor
 
+NORMS = ("rms_norm", "layer_norm", "softmax")
+"""Kinds of ops that normalise a row by the mean of its squares; by its mean and variance; by its
+largest element and the sum of exponentials.
+"""
+
 
 def rms_norm(name: str, x: Tensor, weight: Tensor, eps: float) -> Built:
     """x / sqrt(mean(x^2 over the last dim) + eps) * weight, in fp32; weight has the extent of the
@@ -121,7 +126,6 @@ define(
         name="rms_norm",
         in_megakernel=True,
         is_norm=True,
-        statistics="rms",
         scales_elements=True,
         attrs={"eps": POSITIVE_OR_ZERO},
         zero_where=lambda op, holders, zero: 0 in zero and has_positive_eps(op),
@@ -137,7 +141,6 @@ define(
         name="layer_norm",
         in_megakernel=True,
         is_norm=True,
-        statistics="layer",
         scales_elements=True,
         attrs={"eps": POSITIVE_OR_ZERO},
         finite_where=lambda op, zero: has_positive_eps(op),
@@ -150,7 +153,6 @@ define(
         name="softmax",
         in_megakernel=True,
         is_norm=True,
-        statistics="softmax",
         flops=flops_a_result(4),
         reference=in_fp32(lambda x, row: x.softmax(-1)),
     )

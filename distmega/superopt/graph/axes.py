@@ -13,16 +13,14 @@ from itertools import chain
 from distmega.errors import ProgramError
 from distmega.program.dtypes import FLOATS
 from distmega.program.kinds import kind_of
+from distmega.program.ops.norms import NORMS
 from distmega.program.types import Access, Op, Program, accesses, contracts
 from distmega.superopt.graph.named import Dims
 
-COMPUTE = ("linear", "pointwise", "reduce", "rms_norm", "layer_norm", "softmax", "attend")
+COMPUTE = ("linear", "pointwise", "reduce", *NORMS, "attend")
 DATA_MOVEMENT = ("reshape", "transpose", "view", "set", "expand")
 KNOWN = (*COMPUTE, *DATA_MOVEMENT)
 """Op kinds that a program to be optimized may hold."""
-
-ROW_KINDS = ("rms_norm", "layer_norm", "softmax")
-"""Kinds that read their last axis d once more as r."""
 
 MAX_OPS = 12
 
@@ -179,7 +177,7 @@ def find_axes(program: Program) -> Axes:
         for axis in op.axes:
             if axis.name not in local:
                 local[axis.name] = finder.new(axis.extent, axis.name)
-        if op.kind in ROW_KINDS and not finder.unify(local["d"], local["r"]):
+        if kind_of(op).is_norm and not finder.unify(local["d"], local["r"]):
             raise unsupported(op, "its row is divided in two ways")
         reads[op.name] = [found[number] for number in range(len(op.reads))]
         ops[op.name] = {name: local[name] for name in _in_order(op)}

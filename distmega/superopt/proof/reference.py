@@ -7,7 +7,6 @@ nothing of the search, of its axes' names or of graphs. Next: equivalence.py, wh
 from collections.abc import Mapping
 
 from distmega.program import expr
-from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Op, Program
 from distmega.superopt.graph.arithmetic import Arithmetic, Planes
 from distmega.superopt.graph.axes import unsupported
@@ -81,7 +80,7 @@ def _norm(op: Op, whole: Op, reads: list[Named], arithmetic: Arithmetic) -> Name
     x, row, *vectors = reads
     share = 1.0 / whole.axis("r").extent
     eps = op.attr("eps")
-    if kind_of(op).statistics == "layer":
+    if op.kind == "layer_norm":
         mean = _apply(f"a0 * {share!r}", [reduce(arithmetic, row, ["r"], "sum")], arithmetic)
         x, row = (_apply("a0 - a1", [part, mean], arithmetic) for part in (x, row))
     total = reduce(arithmetic, _apply("a0 * a0", [row], arithmetic), ["r"], "sum")

@@ -11,7 +11,6 @@ from fractions import Fraction
 from typing import cast
 
 from distmega.program import expr
-from distmega.program.kinds import kind_of
 from distmega.program.types import Op, Program
 from distmega.superopt.graph.arithmetic import without_powers
 from distmega.superopt.graph.axes import Axes
@@ -152,7 +151,7 @@ def softmax(x: Term, values: Term, row: Sequence[str]) -> Term:
 def _norm(op: Op, reads: list[Term], row: tuple[str, ...]) -> Term:
     x, _, *vectors = reads
     share, eps = 1.0 / op.axis("r").extent, op.attr("eps")
-    if kind_of(op).statistics == "layer":
+    if op.kind == "layer_norm":
         x = add(x, neg(mul(const(share), reduced("sum", x, row))))
     total = reduced("sum", mul(x, x), row)
     found = mul(x, Term("call", (total,), f"rsqrt(((a0 * {share!r}) + {eps!r}))"))

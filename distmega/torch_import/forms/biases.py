@@ -103,7 +103,7 @@ class _ScoreForms:
         if not self.multiplies(op, values, weights, summed=False):
             return None
         softmax = self.maker(op.reads[0].tensor)
-        if softmax is None or kind_of(softmax).statistics != "softmax":
+        if softmax is None or softmax.kind != "softmax":
             return None
         scored = softmax.reads[0].tensor
         if self.shape(scored)[-1] != values.shape[-2]:

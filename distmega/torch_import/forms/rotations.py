@@ -232,7 +232,7 @@ def _moved(draft: Draft, emitter: Emitter, source: Tensor, order: Sequence[int])
     vectors = [_vector(draft, read.tensor, rows) for read in op.reads[2:]]
     eps = op.attr("eps")
     assert isinstance(eps, float)
-    if kind_of(op).statistics == "rms":
+    if op.kind == "rms_norm":
         return emitter.add(rms_norm(emitter.name(source.name), below, vectors[0], eps))
     weight, bias = [*vectors, None, None][:2]
     return emitter.add(layer_norm(emitter.name(source.name), below, weight, bias, eps))

@@ -88,7 +88,7 @@ class _Makers:
         kind = kind_of(op)
         if kind.mixes_values and not kind.reads_positions:
             return self.is_cached(op.reads[1].tensor)
-        if kind.statistics != "softmax":
+        if op.kind != "softmax":
             return False
         products = self.found(op.reads[0].tensor, lambda each: kind_of(each).contracts)
         return any(self.is_cached(read.tensor) for each in products for read in each.reads[:2])

@@ -27,12 +27,12 @@ CHUNK_BYTES = 16
 class LongRowSpec:
     """What the kernels are specialised for.
 
-    op: rms, layer or softmax. threads: of a program, each of which takes a chunk of a tile. loads:
-    tiles on their way at once. vector: elements of a chunk of the results. even: the results' rows
-    begin and end at multiples of 16 bytes. x_wide, residual_wide, sums_wide: rows of x, the
-    residual and the sums begin as far from such a multiple as the results', and their elements are
-    neighbours of as many bytes; also where there is no residual. early: a launch may begin before
-    what came before it ends. parts: room for the parts of a row, a power of two.
+    op: rms_norm, layer_norm or softmax. threads: of a program, each of which takes a chunk of a
+    tile. loads: tiles on their way at once. vector: elements of a chunk of the results. even: the
+    results' rows begin and end at multiples of 16 bytes. x_wide, residual_wide, sums_wide: rows of
+    x, the residual and the sums begin as far from such a multiple as the results', and their
+    elements are neighbours of as many bytes; also where there is no residual. early: a launch may
+    begin before what came before it ends. parts: room for the parts of a row, a power of two.
     """
 
     op: str
@@ -161,10 +161,10 @@ def _gather(values, insides, first, second, count, spec: tl.constexpr):
     rms: second is the sum of squares. layer: mean, sum of squared differences from it, number of
     elements. softmax: maximum, and sum of exponentials below it.
     """
-    if spec.op == "rms":
+    if spec.op == "rms_norm":
         for i in tl.static_range(len(values)):
             second += tl.sum(values[i] * values[i], 1)
-    elif spec.op == "layer":
+    elif spec.op == "layer_norm":
         added = tl.zeros_like(count)
         total = tl.zeros_like(first)
         for i in tl.static_range(len(values)):
@@ -193,9 +193,9 @@ def _gather(values, insides, first, second, count, spec: tl.constexpr):
 @triton.jit
 def _merge(first, second, count, spec: tl.constexpr):
     """Statistics of many threads or parts as those of one."""
-    if spec.op == "rms":
+    if spec.op == "rms_norm":
         return 0.0, tl.sum(second, 0), 0.0
-    elif spec.op == "layer":
+    elif spec.op == "layer_norm":
         total = tl.sum(count, 0)
         mean = tl.sum(first * count, 0) / tl.maximum(total, 1.0)
         gap = first - mean

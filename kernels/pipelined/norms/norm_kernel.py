@@ -26,9 +26,9 @@ from distmega.kernels.runtime.mbarriers import make_barriers
 class NormSpec:
     """What the kernel is specialised for. All descriptors have block [rows, groups, width].
 
-    op: "rms", "layer" or "softmax". has_residual: a second input is added first and the sum is an
-    output. exact: the tile has no columns past the row's end. stages: loads in flight, 1 for none
-    ahead. buffers: tiles of each output that may wait to leave.
+    op: "rms_norm", "layer_norm" or "softmax". has_residual: a second input is added first and the
+    sum is an output. exact: the tile has no columns past the row's end. stages: loads in flight, 1
+    for none ahead. buffers: tiles of each output that may wait to leave.
     """
 
     op: str
@@ -127,10 +127,10 @@ def row_max(value, spec: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _normalise(value, columns, num_columns, eps, spec: gl.constexpr, layout: gl.constexpr):
     """Whole rows without weight and bias; columns past the end come as zeros."""
-    if spec.op == "rms":
+    if spec.op == "rms_norm":
         scale = gl.rsqrt(row_sum(value * value, spec, layout) / num_columns + eps)
         return value * scale
-    elif spec.op == "layer":
+    elif spec.op == "layer_norm":
         centred = value - row_sum(value, spec, layout) / num_columns
         if not spec.exact:
             centred = gl.where(columns < num_columns, centred, 0.0)

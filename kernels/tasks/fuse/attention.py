@@ -97,7 +97,7 @@ def rotated(fusion: Fusion, user: Op, name: str) -> tuple[str, Op, str]:
 def head_norm(fusion: Fusion, name: str, user: Op, head_dim: int) -> Op | None:
     """The rms norm of each head that `name` is, if `user` alone takes it."""
     norm = fusion.producers.get(name)
-    if norm is None or kind_of(norm).statistics != "rms" or num_reduced(norm) != head_dim:
+    if norm is None or norm.kind != "rms_norm" or num_reduced(norm) != head_dim:
         return None
     return norm if fusion.only_user(name) is user else None
 

@@ -180,7 +180,7 @@ def _steps_of(by_rows: Positions, dim: int) -> tuple[int, int] | None:
 
 def _norms_heads(op: Op, norm: Op) -> bool:
     """Whether an op is an rms norm, with a weight, of each head of an attention."""
-    if kind_of(norm).statistics != "rms" or len(norm.reads) < 3:
+    if norm.kind != "rms_norm" or len(norm.reads) < 3:
         return False
     return num_reduced(norm) == op.extents["d"]
 

@@ -47,7 +47,7 @@ def is_own_norm(fusion: Fusion, name: str) -> bool:
 def fuse_norm(fusion: Fusion, op: Op) -> FusedPointwise:
     """A norm or a softmax whose result is taken as it is."""
     fusion.take(op)
-    plain = kind_of(op).statistics == "softmax"
+    plain = op.kind == "softmax"
     norm = InputNorm(weight="", eps=0.0, kind=op.kind) if plain else norm_of(op)
     return FusedPointwise(
         name=op.name, x=fusion.read(op, 0), norm=norm, length=num_reduced(op), out=out_of(op)

@@ -45,7 +45,7 @@ def num_norms(host: HostProgram) -> int:
 
 
 def block(
-    norm: str = "layer", *, seen: bool = False, rows: int = 16, width: int = 64
+    norm: str = "layer_norm", *, seen: bool = False, rows: int = 16, width: int = 64
 ) -> tuple[Program, dict[str, Layout]]:
     """y + x and its norm behind a product whose sums ranks share. seen: the sum is an output."""
     p = ProgramBuilder("block")
@@ -55,7 +55,7 @@ def block(
     weight, bias = (p.weight(name, (width,), "bf16") for name in ("scale", "shift"))
     made = (
         p.rms_norm(total, weight, 1e-5)
-        if norm == "rms"
+        if norm == "rms_norm"
         else p.layer_norm(total, weight, bias, 1e-5)
     )
     return p.build(made, total, *([y] if seen else [])), {"w": shard(1, "tp"), "h": shard(1, "tp")}
@@ -67,13 +67,13 @@ def assert_same(program: Program, local: LocalProgram, host: HostProgram) -> Non
     assert_bf16_values(program, local, host)
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_a_sum_is_normalised_where_it_is_made(norm: str):
     program, marks = block(norm)
     local, host = lowered(program, marks)
     (node,) = normed(host)
     assert node.norm is not None
-    assert (node.norm.kind, bool(node.norm.bias)) == (norm, norm == "layer")
+    assert (node.norm.kind, bool(node.norm.bias)) == (norm, norm == "layer_norm")
     assert num_norms(host) == 0
     assert_same(program, local, host)
 

@@ -101,7 +101,7 @@ def test_a_norm_is_of_the_sum_by_either_way(
     )
     monkeypatch.setattr(api, "_workspace", lambda *args: "workspace")
     comm, vector = SingleCommunicator(DeviceMesh(tp=1)), torch.ones(128)
-    found = api.matmul_sum_norm(A, B, A, vector, None, comm, kind="rms", eps=1e-5)
+    found = api.matmul_sum_norm(A, B, A, vector, None, comm, kind="rms_norm", eps=1e-5)
     assert found == (A, B)
     as_one = joins and means == "peer"
     assert (whole.call_count, summed.call_count, normed.call_count) == (

@@ -90,7 +90,7 @@ def test_sums_of_few_rows_are_pushed(
     kernels = create_autospec(pushed.PushedSumNorm)
     kernels.return_value.side_effect = lambda partial, residual, *_: (partial, residual)
     monkeypatch.setattr(pushed, "PushedSumNorm", kernels)
-    norm = SumNorm(kind="rms", eps=1e-6, residual="r", total="t", weight="v")
+    norm = SumNorm(kind="rms_norm", eps=1e-6, residual="r", total="t", weight="v")
     run = stand_in.compile_normed(node_of("matmul_all_reduce", norm), norm)
     for _ in range(2):
         run(zeros(64, DEPTH), zeros(COLUMNS, DEPTH), (zeros(64, COLUMNS), zeros(COLUMNS)))
@@ -113,7 +113,7 @@ def test_torchs_kernels_and_nccls_need_no_rehearsal(
         ("matmul_all_reduce", 64),
     ):
         assert stand_in.compile(node_of(kind))(x, w).shape == (rows, COLUMNS)  # type: ignore[arg-type]
-    norm = SumNorm(kind="rms", eps=1e-6, residual="r", total="t", weight="v")
+    norm = SumNorm(kind="rms_norm", eps=1e-6, residual="r", total="t", weight="v")
     run = stand_in.compile_normed(node_of("matmul_all_reduce", norm), norm)
     found = run(x, w, (zeros(64, COLUMNS), zeros(COLUMNS)))
     assert [each.shape for each in found] == [(64, COLUMNS)] * 2

@@ -28,7 +28,7 @@ def as_fours(x: Tensor) -> Pointer:
 
 @pytest.mark.parametrize(
     ("ranks", "columns", "kind", "has_bias"),
-    [(2, 1024 + 36, "rms", False), (3, 200, "layer", True), (2, 8, "layer", False)],
+    [(2, 1024 + 36, "rms_norm", False), (3, 200, "layer_norm", True), (2, 8, "layer_norm", False)],
 )
 def test_rows_are_summed_and_normalised(ranks: int, columns: int, kind: Any, has_bias: bool):
     """Three launches of two, three and one row over ranks in threads, the same bits on all."""
@@ -74,7 +74,7 @@ def test_it_compiles(monkeypatch: pytest.MonkeyPatch):
     x, vector = torch.zeros(8, 2304, dtype=torch.bfloat16), torch.zeros(2304, dtype=torch.bfloat16)
     with offline(monkeypatch) as found:
         run = PushedSumNorm(team, 2304, 8)  # type: ignore[arg-type]
-        run(x, x, vector, None, "rms", 1e-5)
+        run(x, x, vector, None, "rms_norm", 1e-5)
     (kernel,) = found
     assert kernel.stack_bytes == 0
     assert "atom.global.sys.release.exch.b32" in kernel.ptx

@@ -18,7 +18,7 @@ from distmega.program import expr
 
 ROWS = (7, 40), (2, 3, 33), (1, 64), (300, 16)
 """Shapes; short rows are several a program."""
-NORMS = "rms", "layer", "softmax"
+NORMS = "rms_norm", "layer_norm", "softmax"
 
 
 def plan_of(norm: str) -> RowSteps:
@@ -29,7 +29,7 @@ def plan_of(norm: str) -> RowSteps:
     )
     texts = "gelu(a0) + a3", "a5 * a3 + a4", "1.0 + a2"
     steps = [expr.parse(text) for text in texts]
-    again = NormStep(norm="layer", x=6, eps=0.1)
+    again = NormStep(norm="layer_norm", x=6, eps=0.1)
     return RowSteps(steps=(steps[0], first, steps[1], again, steps[2]), outs=(7, 4, 8))
 
 

@@ -23,7 +23,7 @@ def test_interpreted_rows_are_torchs() -> None:
 BLOCK = RowSteps(
     steps=(
         expr.parse("a0 + a1"),
-        NormStep(norm="layer", x=4, weight=2, bias=3, eps=1e-5),
+        NormStep(norm="layer_norm", x=4, weight=2, bias=3, eps=1e-5),
         expr.parse("gelu(a5) + a4"),
     ),
     outs=(6, 4),

@@ -69,7 +69,7 @@ def is_right(case: Case, choice: KernelChoice) -> bool:
         x,
         residual,
         None if case.op == "softmax" else weight,
-        bias if case.op == "layer" else None,
+        bias if case.op == "layer_norm" else None,
         y,
         None if residual is None else total,
     )
@@ -120,17 +120,19 @@ def plain_cases(dtype: torch.dtype) -> Iterator[Case]:
     for columns in (1, 2, 8193, 50257):
         yield Case(name="softmax", op="softmax", x=rows(2, columns, dtype=dtype))
     x = rows(2, 1029, dtype=dtype, offset=5)
-    yield Case(name="layer", op="layer", x=x, residual=rows(2, 1029, dtype=dtype))
-    yield Case(name="rms", op="rms", x=x, residual=x, start=3)
+    yield Case(name="layer_norm", op="layer_norm", x=x, residual=rows(2, 1029, dtype=dtype))
+    yield Case(name="rms_norm", op="rms_norm", x=x, residual=x, start=3)
 
 
 def special_cases() -> Iterator[Case]:
-    yield Case(name="even", op="layer", x=rows(2, 2048))
+    yield Case(name="even", op="layer_norm", x=rows(2, 2048))
     yield Case(name="special", op="softmax", x=special_rows())
     yield Case(name="padded", op="softmax", x=rows(2, 1040)[:, :1029])
     yield Case(name="begins odd", op="softmax", x=rows(2, 1030)[:, 1:])
-    yield Case(name="columns apart", op="layer", x=rows(1029, 2).t())
-    yield Case(name="mixed", op="rms", x=rows(2, 1029), residual=rows(2, 1029, dtype=torch.float32))
+    yield Case(name="columns apart", op="layer_norm", x=rows(1029, 2).t())
+    yield Case(
+        name="mixed", op="rms_norm", x=rows(2, 1029), residual=rows(2, 1029, dtype=torch.float32)
+    )
 
 
 if __name__ == "__main__":

@@ -81,15 +81,15 @@ def test_a_second_pass_loads_before_it_waits_for_the_first():
 @pytest.mark.parametrize(
     ("op", "dtype", "even"),
     [
-        pytest.param("layer", "bf16", False, marks=pytest.mark.nightly),
-        ("layer", "fp32", False),
-        ("rms", "fp16", True),
+        pytest.param("layer_norm", "bf16", False, marks=pytest.mark.nightly),
+        ("layer_norm", "fp32", False),
+        ("rms_norm", "fp16", True),
     ],
 )
 def test_nothing_spills(kernel, op, dtype, even):
     loads, vector = (8, 4) if dtype == "fp32" else (4, 8)
     spec = replace(SOFTMAX, op=op, loads=loads, vector=vector, even=even)
-    names = ("residual", "sums", "weight", *(("bias",) if op == "layer" else ()))
+    names = ("residual", "sums", "weight", *(("bias",) if op == "layer_norm" else ()))
     code = code_of(kernel, dtype, spec, names)
     assert code.stack_bytes == 0
     assert not even or {text.split()[1] for text in accesses(code.ptx)} <= {"128", "32"}

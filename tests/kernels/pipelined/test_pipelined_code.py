@@ -134,10 +134,10 @@ def norm_code(op: str, dtype: str, columns: int, residual: bool) -> None:
     types: dict[str, object] = dict.fromkeys(names, descriptor(dtype, block))
     types |= {"num_columns": "i32", "eps": "fp32"}
     types |= {} if op == "softmax" else {"weight": f"*{dtype}"}
-    types |= {"bias": f"*{dtype}"} if op == "layer" else {}
+    types |= {"bias": f"*{dtype}"} if op == "layer_norm" else {}
     types |= {"num_tiles": "i32", "run": "i32"}
     spec = NormSpec(
-        op=op, has_residual=residual, has_weight=op != "softmax", has_bias=op == "layer",
+        op=op, has_residual=residual, has_weight=op != "softmax", has_bias=op == "layer_norm",
         rows=block[0], groups=block[1], width=width, exact=choice.tile[1] == columns,
         stages=choice.stages, buffers=choice.buffers,
     )  # fmt: skip
@@ -158,20 +158,20 @@ def norm_code(op: str, dtype: str, columns: int, residual: bool) -> None:
     "columns",
     [128, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1024, 16384)), 4096, 5000],
 )
-@pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "softmax"])
 def test_norms(op, columns):
-    norm_code(op, "bf16", columns, op == "rms")
+    norm_code(op, "bf16", columns, op == "rms_norm")
 
 
 @pytest.mark.parametrize("columns", [1024, 8192])
 def test_norms_in_fp32(columns):
-    norm_code("layer", "fp32", columns, True)
+    norm_code("layer_norm", "fp32", columns, True)
 
 
 NORM_TENSORS = ("x", "residual", "weight", "y", "total")
 
 
-@pytest.mark.parametrize("op", ["rms", "layer", "softmax"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "softmax"])
 @pytest.mark.parametrize("columns", [4096, 16384])
 @pytest.mark.parametrize(
     ("vectors", "exact"), [("after", True), ("before", True), ("beside", False)]

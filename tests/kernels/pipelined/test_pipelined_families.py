@@ -38,7 +38,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Machine]]:
 def rms_family(rows: int, columns: int) -> tuple[LaunchFamily, norms.Operands]:
     x, residual, y, total = (torch.empty(rows, columns, dtype=HALF) for _ in range(4))
     operands = (x, residual, torch.empty(columns, dtype=HALF), None, y, total)
-    found = norms.family_of("rms", 1e-6, operands)
+    found = norms.family_of("rms_norm", 1e-6, operands)
     assert found is not None
     return found, operands
 
