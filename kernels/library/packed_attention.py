@@ -25,7 +25,8 @@ from distmega.hostir.library import ops as library
 from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.library.attention_kernel import KEYS, ROWS, AttentionSpec, attend_kernel
 from distmega.kernels.library.limits import PACKED_ALIGNED, PACKED_DIM, PACKED_DTYPES, has_tiles
-from distmega.kernels.library.score_caps import LOG2_E, cap_scores, score_factors
+from distmega.kernels.library.score_caps import cap_scores, score_factors
+from distmega.kernels.powers import LOG2_E
 from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
 

@@ -8,12 +8,10 @@ that they apply to products. Used by packed_attention.py and row_attention.py.
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-import math
-
 import triton
 from triton import language as tl
 
-LOG2_E = 1 / math.log(2)
+from distmega.kernels.powers import LOG2_E
 
 
 def score_factors(scale: float, softcap: float) -> tuple[float, float]:

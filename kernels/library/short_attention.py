@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from distmega.hostir.library.ops import number
 from distmega.hostir.library.pointwise import OpFunction
+from distmega.kernels import powers
 from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
 from distmega.program.types import Op
@@ -34,7 +35,7 @@ ALIGNED = 16
 MOST_KEYS = 512
 MOST_DIM = max(KEYS)
 HALVES = (torch.bfloat16, torch.float16)
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(powers.LOG2_E)
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def attend_rows(q, k, v, out, q_strides, k_strides, v_strides, out_strides, scal
         column = begin + tl.arange(0, keys)
         some = load_rows(k, column, t, k_strides[2], term, d)
         other = load_rows(v, column, t, v_strides[2], of_values, e)
-        scores = tl.dot(queries, some.T) * (scale * LOG2E)
+        scores = tl.dot(queries, some.T) * (scale * LOG2_E)
         scores = tl.where((column < t)[None, :], scores, float("-inf"))
         above = tl.maximum(highest, tl.max(scores, 1))
         powers = tl.exp2(scores - above[:, None])

@@ -12,6 +12,7 @@ walk: waits.py.
 import triton
 from triton import language as tl
 
+from distmega.kernels import powers
 from distmega.kernels.isa.opcodes import ATTENDED
 from distmega.kernels.records.heads import FEW_QUERIES
 from distmega.kernels.records.specs import CAPPED, RecordSpec
@@ -37,7 +38,7 @@ BITS = {name: bit for bit, name in enumerate(ATTENDED)}
 STEPS = {name: 4 * n for n, name in enumerate(("q", "k", "v", "out"))}
 UNITS = {name: n for n, name in enumerate(("d", "e", *STEPS))}
 """Where a spec by tiles has what of which operand, see heads.py."""
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOG2_E: tl.constexpr = tl.constexpr(powers.LOG2_E)
 
 
 @triton.constexpr_function
@@ -252,7 +253,7 @@ def weighted(record, arenas, spec: tl.constexpr, q, k, v, m, h, g, there):
         values = tl.load(at, mask=(t < stop)[:, None] & in_e[None, :], other=0.0)
         visible = (t[None, :] >= low[:, None]) & (t[None, :] < high[:, None])
         scores = tl.dot(queries, keys)
-        scores = masked_scores(record, arenas, spec, scores, m, h, g, t, visible) * LOG2E
+        scores = masked_scores(record, arenas, spec, scores, m, h, g, t, visible) * LOG2_E
         most = tl.maximum(best, tl.max(scores, 1))
         safe = tl.where(most == float("-inf"), 0.0, most)
         weights, shrunk = tl.exp2(scores - safe[:, None]), tl.exp2(best - safe)

@@ -45,8 +45,9 @@ from distmega.kernels.hopper.one_row.runner import (
     require_steps,
 )
 from distmega.kernels.hopper.plan.types import NO_ATTENTION
-from distmega.kernels.hopper.plan.words import LOG2_E, MAX_SMS, NO_CHOICE, WORDS
+from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE, WORDS
 from distmega.kernels.hopper.timeline import batch_spans
+from distmega.kernels.powers import LOG2_E
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views, copy_ids

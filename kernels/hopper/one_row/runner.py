@@ -34,7 +34,6 @@ from distmega.kernels.hopper.plan.words import (
     LAYER_NORM,
     LIMITED,
     LOADS_AHEAD,
-    LOG2_E,
     MAX_SMS,
     MIN_BLOCKS,
     NO_CHOICE,
@@ -49,6 +48,7 @@ from distmega.kernels.hopper.plan.words import (
 )
 from distmega.kernels.hopper.ptx.shapes import THREADS, TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.timeline import timeline_spans
+from distmega.kernels.powers import LOG2_E
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.memory import arena_views, copy_ids

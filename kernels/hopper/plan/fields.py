@@ -2,6 +2,7 @@
 
 from triton.experimental.gluon import language as gl
 
+from distmega.kernels import powers
 from distmega.kernels.hopper.plan import words
 from distmega.kernels.hopper.plan.words import (
     FIELD_WORDS,
@@ -23,7 +24,7 @@ def _word(kind: type[Instruction], name: str) -> gl.constexpr:
 
 
 WORDS = gl.constexpr(words.WORDS)
-LOG2_E = gl.constexpr(words.LOG2_E)
+LOG2_E = gl.constexpr(powers.LOG2_E)
 STAMPS = gl.constexpr(words.STAMPS)
 STATE_POSITION = gl.constexpr(words.STATE_POSITION)
 STATE_EPOCH = gl.constexpr(words.STATE_EPOCH)

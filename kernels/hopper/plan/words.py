@@ -7,7 +7,6 @@ that a reader polls the datum itself and needs no event. A generation counts how
 written in this step before. Next on the walk: row_plan/queues.py.
 """
 
-import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +41,6 @@ MIN_BLOCKS = 1
 """Blocks of 128 cached positions that a split has at least, where a context is split."""
 CONTINUED = -1, -1
 """Id and position of a launch that goes on from what the state says."""
-LOG2_E = 1 / math.log(2)
 MAX_SPLITS = 16
 """Splits of the context of one kv head, at most: what one combine task holds."""
 PARTIAL_EXTRA = 4

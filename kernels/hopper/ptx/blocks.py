@@ -11,7 +11,7 @@ one_row/bodies/blocks.py.
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-from distmega.kernels.hopper.plan.words import LOG2_E, TILE_BYTES
+from distmega.kernels.hopper.plan.words import TILE_BYTES
 from distmega.kernels.hopper.ptx.pieces import (
     multiply,
     next_slot,
@@ -20,6 +20,7 @@ from distmega.kernels.hopper.ptx.pieces import (
     wait,
     zeros,
 )
+from distmega.kernels.powers import LOG2_E
 
 WEIGHTS_BYTES = 2048
 SUMS_BYTES = 512

@@ -21,13 +21,13 @@ from distmega.kernels.hopper.emulator.one_row.bodies import norm_vector
 from distmega.kernels.hopper.emulator.sm import GARBAGE, RowSm
 from distmega.kernels.hopper.plan.types import AttentionShape
 from distmega.kernels.hopper.plan.words import (
-    LOG2_E,
     MIN_BLOCKS,
     PARTIAL_EXTRA,
     VECTOR_MULTIPLE,
     RowAttention,
     RowCombine,
 )
+from distmega.kernels.powers import LOG2_E
 
 BLOCK = 128
 """Cached positions of a block."""

@@ -30,6 +30,7 @@ from distmega.kernels.hopper.one_row.team import push_best
 from distmega.kernels.hopper.plan.fields import (
     CHUNK,
     LIMITED,
+    LOG2_E,
     SAMPLE_NUM_ROWS,
     SAMPLE_RANK_LOGITS,
     SAMPLE_ROW0,
@@ -103,7 +104,7 @@ def gumbel(rows, position, seed):
 @gluon.jit
 def masses(values, highest, heat):
     """exp((value - highest) / heat) of the values of a chunk."""
-    scale = 1.4426950408889634 / heat
+    scale = LOG2_E / heat
     return (
         gl.exp2((values[0] - highest) * scale),
         gl.exp2((values[1] - highest) * scale),

@@ -17,7 +17,7 @@ from distmega.kernels.hopper.one_row.bodies.sample_chunks import (
     widen,
 )
 from distmega.kernels.hopper.plan import words
-from distmega.kernels.hopper.plan.fields import CHUNK
+from distmega.kernels.hopper.plan.fields import CHUNK, LOG2_E
 from distmega.kernels.hopper.ptx.device import flagged_float
 from distmega.kernels.hopper.ptx.shapes import PER_THREAD, THREADS
 
@@ -118,7 +118,7 @@ def cutoff_of_all(x, sampling, symmetric, first, sm, num_sms, flag):
     top_p = gl.load(sampling + 2)
     present = gl.arange(0, THREADS, layout=PER_THREAD) < num_sms
     low, highest = range_of_all(x, symmetric, first, sm, present, flag)
-    masses = gl.exp2((x - highest) * (1.4426950408889634 / heat))
+    masses = gl.exp2((x - highest) * (LOG2_E / heat))
     above = highest + gl.maximum(gl.abs(highest) * 1e-3, 1e-3)
     wanted = gl.where(top_k > 0.0, top_k, ALL)
     low = gl.maximum(low, highest - NEVER_SAMPLED * heat)
