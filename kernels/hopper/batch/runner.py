@@ -44,8 +44,9 @@ from distmega.kernels.hopper.one_row.runner import (
     padded_logits,
     require_steps,
 )
+from distmega.kernels.hopper.plan.encoded import pack_queues
 from distmega.kernels.hopper.plan.types import NO_ATTENTION
-from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE, WORDS
+from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE
 from distmega.kernels.hopper.timeline import batch_spans
 from distmega.kernels.powers import LOG2_E
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
@@ -376,7 +377,5 @@ def _view_logits(queues: BatchQueues, symmetric: Tensor) -> Tensor:
 
 def _encode(queues: BatchQueues) -> Tensor:
     """Words [num_sms, instructions, WORDS], int32."""
-    rows = [list(map(pack, queue)) for queue in queues.queues]
-    words = torch.tensor(rows, dtype=torch.int32, device="cpu")
-    assert words.shape[2] == WORDS
-    return words
+    assert len({*map(len, queues.queues)}) == 1, "all SMs take part in each instruction"
+    return torch.from_numpy(pack_queues(queues.queues, pack))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from distmega.kernels.hopper.emulator.clocks import Agent, Clock
 from distmega.kernels.hopper.emulator.interleaving import Interleaving, Key, Steps
@@ -20,7 +21,7 @@ from distmega.kernels.hopper.emulator.memory import (
     StoreBuffer,
     StoreTarget,
 )
-from distmega.kernels.hopper.emulator.numbers import Floats, Indices, Words
+from distmega.kernels.hopper.emulator.numbers import Floats, Indices, Words, numbers_of
 from distmega.kernels.hopper.emulator.ring import Ring
 from distmega.kernels.hopper.plan.types import RowQueues, WeightMatrix
 from distmega.kernels.hopper.plan.words import SLICE_K, TILE_K, UNIT_ROWS, Instruction
@@ -29,6 +30,12 @@ SPARE = 4096
 """Elements behind the weights: finite, and never multiplied by other than zero."""
 GARBAGE = 1000.0
 Mask = npt.NDArray[np.bool_]
+
+
+def elements_of(weights_arena: Tensor) -> Floats:
+    """The numbers of an arena of weights as the copy engine may read them, past its end too."""
+    spare = np.full(SPARE, GARBAGE, dtype=np.float32)
+    return np.concatenate((numbers_of(weights_arena), spare))
 
 
 @dataclass(slots=True, kw_only=True)

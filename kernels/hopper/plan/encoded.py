@@ -2,12 +2,14 @@
 are asked for: a new process reads words from disk and needs instructions to explain itself alone.
 
 In: RowQueues. Out: EncodedQueues, which can be kept without the queues, and RowQueues of these
-again. Used by kernels/runners.py and one_row/runner.py.
+again. `pack_queues` makes words of the queues of more rows too. Used by kernels/runners.py, both
+runner.py and both emulators.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from itertools import chain
+from typing import TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,7 @@ from distmega.kernels.hopper.plan.words import (
 )
 
 Queue = tuple[Instruction, ...]
+Packed = TypeVar("Packed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,24 +61,32 @@ class LateQueues(Sequence[Queue]):
         return self._found[at]
 
 
+def pack_queues(
+    queues: Sequence[Sequence[Packed]], pack_one: Callable[[Packed], Sequence[int]]
+) -> NDArray[np.int32]:
+    """What a kernel reads of the queues of all SMs, int32 [num_sms, longest queue, WORDS], zeros
+    behind shorter ones. pack_one: the words of an instruction.
+    """
+    words = np.zeros((len(queues), max(map(len, queues)), WORDS), np.int32)
+    for sm, queue in enumerate(queues):
+        if queue:
+            words[sm, : len(queue)] = [*map(pack_one, queue)]
+    return words
+
+
 def encode_queues(queues: RowQueues) -> EncodedQueues:
     """What a launch takes of them."""
     if isinstance(queues.queues, LateQueues):
         return queues.queues.encoded
-    lengths = np.array([*map(len, queues.queues)], np.int32)
-    words = np.zeros((len(lengths), lengths.max(), WORDS), np.int32)
     flags = most_rows = 0
-    for sm, queue in enumerate(queues.queues):
-        if queue:
-            words[sm, : len(queue)] = [*map(pack, queue)]
-        for one in queue:
-            if isinstance(one, RowLinear):
-                flags |= one.flags
-            elif isinstance(one, RowPointwise):
-                most_rows = max(most_rows, one.num_units * UNIT_ROWS)
+    for one in chain.from_iterable(queues.queues):
+        if isinstance(one, RowLinear):
+            flags |= one.flags
+        elif isinstance(one, RowPointwise):
+            most_rows = max(most_rows, one.num_units * UNIT_ROWS)
     return EncodedQueues(
-        words=words,
-        lengths=lengths,
+        words=pack_queues(queues.queues, pack),
+        lengths=np.array([*map(len, queues.queues)], np.int32),
         linear_flags=flags,
         most_rows=most_rows,
         has_barriers=queues.has_barriers,

@@ -8,7 +8,6 @@ the walk: bodies.py.
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import torch
@@ -56,8 +55,9 @@ from distmega.kernels.hopper.emulator.batch.sm import Arrivals, BatchGpu, BatchS
 from distmega.kernels.hopper.emulator.interleaving import RAN, Interleaving, Key, Steps
 from distmega.kernels.hopper.emulator.memory import FlaggedWords, PlainData
 from distmega.kernels.hopper.emulator.numbers import Floats, numbers_of
-from distmega.kernels.hopper.emulator.sm import GARBAGE, SPARE
+from distmega.kernels.hopper.emulator.sm import elements_of
 from distmega.kernels.hopper.emulator.team import Agents, launch, run_hosts
+from distmega.kernels.hopper.plan.encoded import pack_queues
 from distmega.kernels.hopper.plan.types import Kept
 from distmega.kernels.hopper.plan.words import MAX_SMS, SLICE_K, TILE_K
 from distmega.kernels.runtime.arena import ArenaLayout
@@ -129,13 +129,10 @@ def emulate_batch(
 
 def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> BatchGpu:
     queues, num = one.queues, agents.num
-    for instruction in chain.from_iterable(queues.queues):
-        pack(instruction)  # what the device reads holds it
+    pack_queues(queues.queues, pack)  # what the device reads holds all of it
     views = arena_views(one.weights, one.weights_arena)
     none: Floats = np.zeros((1, 1), dtype=np.float32)
-    elements = np.concatenate(
-        (numbers_of(one.weights_arena), np.full(SPARE, GARBAGE, dtype=np.float32))
-    )
+    elements = elements_of(one.weights_arena)
 
     def data(name: str, size: int, value: float) -> PlainData:
         return PlainData(name, rank, np.full(max(size, 1), value, dtype=np.float32), num)

@@ -8,7 +8,6 @@ peers hold one back. Next on the walk: bodies.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import torch
@@ -24,8 +23,9 @@ from distmega.kernels.hopper.emulator.one_row.bodies import barrier, embed, line
 from distmega.kernels.hopper.emulator.one_row.experts import expert_row, load_expert_columns, route
 from distmega.kernels.hopper.emulator.one_row.pointwise import pointwise
 from distmega.kernels.hopper.emulator.one_row.sample import most_likely, push_best
-from distmega.kernels.hopper.emulator.sm import GARBAGE, SPARE, RowGpu, RowSm
+from distmega.kernels.hopper.emulator.sm import RowGpu, RowSm, elements_of
 from distmega.kernels.hopper.emulator.team import Agents, launch, run_hosts
+from distmega.kernels.hopper.plan.encoded import pack_queues
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import (
     CONTINUED,
@@ -123,13 +123,10 @@ class _Team:
 
     def gpu(self, rank: int, one: RankArenas) -> RowGpu:
         queues, num_agents = one.queues, self.agents.num
-        for instruction in chain.from_iterable(queues.queues):
-            pack(instruction)  # what the device reads holds it
+        pack_queues(queues.queues, pack)  # what the device reads holds all of it
         views = arena_views(one.weights, one.weights_arena)
         none: Floats = np.zeros((1, 1), dtype=np.float32)
-        elements = np.concatenate(
-            (numbers_of(one.weights_arena), np.full(SPARE, GARBAGE, dtype=np.float32))
-        )
+        elements = elements_of(one.weights_arena)
         dim = queues.attention.head_dim if queues.attention else 1
         cache = numbers_of(one.state_arena) if queues.attention else none.reshape(-1)
         rows = cache[: len(cache) // dim * dim].reshape(-1, dim).copy()

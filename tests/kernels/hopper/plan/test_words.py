@@ -1,8 +1,9 @@
-"""Words that several values share: none spills into its neighbour's bits."""
+"""Words that several values share: none spills into its neighbour's bits. Words of queues."""
 
 import pytest
 
-from distmega.kernels.hopper.plan.words import join_bits, signed_bits
+from distmega.kernels.hopper.plan.encoded import pack_queues
+from distmega.kernels.hopper.plan.words import WORDS, join_bits, signed_bits
 
 
 def test_values_lie_one_behind_the_other():
@@ -22,3 +23,10 @@ def test_a_value_that_its_bits_do_not_hold_is_a_fault(parts):
 def test_a_number_beyond_its_sign_is_a_fault(value):
     with pytest.raises(AssertionError, match="in 16 bits"):
         signed_bits(value, 16)
+
+
+def test_shorter_queues_end_in_zeros():
+    words = pack_queues([(3,), (), (1, 2)], lambda one: [one] * WORDS)
+    assert words.shape == (3, 2, WORDS)
+    assert words[:, :, 0].tolist() == [[3, 0], [0, 0], [1, 2]]
+    assert (words == words[:, :, :1]).all()
