@@ -195,10 +195,22 @@ def plan_marked(
     program: Program, mesh: DeviceMesh, seed: int, overlap: OverlapRequest = CHEAPEST
 ) -> Plan:
     """A plan under random annotations; those that can't be followed are left out one by one."""
-    marks = random_marks(program, mesh, seed)
+    return plan_following(program, mesh, random_marks(program, mesh, seed), overlap)[0]
+
+
+def plan_following(
+    program: Program,
+    mesh: DeviceMesh,
+    annotations: Mapping[str, Layout],
+    overlap: OverlapRequest = CHEAPEST,
+) -> tuple[Plan, dict[str, Layout]]:
+    """A plan under annotations, but for those that can't be followed, which are left out, the last
+    one first; and those that are left.
+    """
+    marks = dict(annotations)
     while True:
         try:
-            return plan_program(program, mesh, CPU, marks, overlap=overlap)
+            return plan_program(program, mesh, CPU, marks, overlap=overlap), marks
         except PlanError:
             if not marks:
                 raise

@@ -1,6 +1,8 @@
 """Matmuls and collectives as one instruction: chosen, verified, checked, exact on ranks."""
 
 import itertools
+from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -20,13 +22,14 @@ from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.layout.placements import replicate, shard
+from distmega.sharding.layout.placements import Layout, replicate, shard
 from distmega.sharding.localize import LocalProgram, localize
+from distmega.sharding.overlap.products import Way
 from distmega.sharding.planner import Plan, plan_program
 from tests.hostir.programs import run_program, without
-from tests.hostir.streams import assert_exact, plan_marked, without_dead_ops
+from tests.hostir.streams import assert_exact, plan_following, without_dead_ops
 from tests.hostir.threads import join, run_mesh
-from tests.sharding.random_programs import random_program
+from tests.sharding.random_programs import STEPS, Draft, joined, unary
 
 TP = DeviceMesh(tp=2)
 ROWS = {"x": shard(0, "tp"), "w1": shard(0, "tp"), "h": shard(1, "tp"), "w2": shard(1, "tp"),
@@ -230,23 +233,71 @@ def test_what_is_impossible_is_said():
         lower_program(localize(plan), megakernel=False, peer_memory=False)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([TP, DeviceMesh(dp=2, tp=2)]))
-def test_random_programs_are_exact_in_every_way(seed: int, mesh: DeviceMesh):
-    program = without_dead_ops(random_program(seed, num_ops=7))
+EVEN = (2, 4, 6, 8)
+
+
+def random_blocks(seed: int) -> tuple[Program, dict[str, Layout]]:
+    """Linears of rows one behind the other, other ops before, between and beside them, and layouts
+    by which a collective along tp stands before or behind each.
+    """
+    d, marks = Draft(seed), dict[str, Layout]()
+    rows, width = d.rng.choice(EVEN), d.rng.choice(EVEN)
+    x = d.p.input("rows", (rows, width))
+    d.known.append(x)
+    for _ in range(d.rng.choice((1, 2, 2, 3))):
+        for _ in range(d.rng.choice((0, 0, 1, 2))):
+            d.grow(STEPS)
+        x = unary(d, x) if d.chance(0.5) else x
+        x, wide = d.clamped(x, 7), d.rng.choice(EVEN)
+        w = d.weight((wide, x.shape[1]))
+        y = d.contracted(x, w)
+        if d.chance(0.5):  # each rank has some rows, and some columns or all of the result
+            alone = d.chance(0.3)
+            marks[x.name] = shard(0, "tp")
+            marks[w.name] = replicate() if alone else shard(0, "tp")
+            marks[y.name] = replicate() if alone else shard(1, "tp")
+        else:  # each rank has some terms of sums, and some rows of the result or all
+            marks[w.name] = shard(1, "tp")
+            marks.setdefault(x.name, shard(1, "tp"))
+            marks[y.name] = shard(0, "tp") if d.chance(0.7) else replicate()
+        x = joined(d, y, y) if d.chance(0.3) else unary(d, y)
+        d.known += [y, x]
+    program = without_dead_ops(d.finished())
+    return program, {name: marks[name] for name in marks if name in program.tensor_map()}
+
+
+def test_random_programs_are_exact_in_every_way():
+    """And most of them have matmuls beside collectives, in each way."""
     ways = ("kernel", "ring", "chunks")
-    pairs = plan_marked(program, mesh, seed).overlaps
-    turns = itertools.cycle(ways[seed % 3 :] + ways[: seed % 3])
-    asked = {}
-    for choice, way in zip(pairs, turns, strict=False):
-        possible = {name.partition(" ")[0] for name, _ in choice.times_us}
-        asked[choice.pair.result] = way if way in possible else "kernel"
-    try:
-        plan = plan_marked(program, mesh, seed, asked)
-    except PlanError:
-        return
-    local = localize(plan)
-    host = run_passes(lower_program(local, megakernel=False, peer_memory=True))
-    check_host(host)
-    assert parse_host(print_host(host)) == host
-    assert_exact(program, local, host, seed=seed)
+    num, found = 0, Counter[str]()
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.integers(0, 10**6), st.sampled_from([TP, DeviceMesh(dp=2, tp=2)]))
+    def check(seed: int, mesh: DeviceMesh) -> None:
+        nonlocal num
+        num += 1
+        program, marks = random_blocks(seed)
+        plan, marks = plan_following(program, mesh, marks)
+        pairs = plan.overlaps
+        turns = itertools.cycle(ways[seed % 3 :] + ways[: seed % 3])
+        asked: dict[str, Way] = {}
+        for choice, way in zip(pairs, turns, strict=False):
+            possible = {name.partition(" ")[0] for name, _ in choice.times_us}
+            more = {**asked, choice.pair.result: way if way in possible else "kernel"}
+            with suppress(PlanError):  # of ways that do not go together
+                plan = plan_program(program, mesh, CPU, marks, overlap=more)
+                asked = more
+        local = localize(plan)
+        host = run_passes(lower_program(local, megakernel=False, peer_memory=True))
+        check_host(host)
+        assert parse_host(print_host(host)) == host
+        assert_exact(program, local, host, seed=seed)
+        found.update({"pairs"} if plan.overlaps else ())
+        found.update({choice.way for choice in plan.overlaps})
+        found.update({node.kind for node in fused(host)})
+
+    check()
+    assert found["pairs"] >= 0.7 * num, found
+    assert all(found[way] >= 0.1 * num for way in ways), found
+    assert found["all_gather_matmul"] >= 0.1 * num, found
+    assert found["matmul_all_reduce"] + found["matmul_reduce_scatter"] >= 0.1 * num, found
