@@ -1,4 +1,4 @@
-"""Persistent kernels for Hopper GPUs: one for programs of one row, one for 2 to 16 rows.
+"""Persistent kernels for Hopper GPUs: one for programs of one row, one for several, up to 64.
 
 Fused ops (tasks/fuse/) and the layouts of arenas come in; a runner goes out that launches a whole
 segment, or several steps, as one kernel. row_plan/ and batch_plan/ make the queues and prove

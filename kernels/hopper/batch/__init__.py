@@ -1,4 +1,4 @@
-"""The kernel of 2 to 16 rows: a program an SM, in step by one event an instruction.
+"""The kernel of several rows: a program an SM, in step by one event an instruction.
 
 A BatchQueues and the arenas come in; ids, the rows that a segment gives and the advanced state
 go out. Start at runner.py, which launches kernel.py; loader.py fills the ring, bodies/

@@ -1,4 +1,4 @@
-"""What the kernel of 2 to 16 rows is given at a launch: memory, and what it is compiled for.
+"""What the kernel of several rows is given at a launch: memory, and what it is compiled for.
 
 In: nothing. Out: BatchMemory, one argument of the kernel that holds all of its pointers, and
 BatchSpec, its one constant. Numbers that change from launch to launch can't travel so: Triton makes

@@ -1,11 +1,11 @@
-"""The kernel of 2 to 16 rows: one persistent program an SM, a loader warp and eight compute warps;
+"""The kernel of several rows: one persistent program an SM, a loader warp and eight compute warps;
 several steps a launch where each chooses the ids of the next.
 
 In: queues (batch_plan/words.py), the weight arena, the KV caches, positions. Out: numbers that are
-kept, ids, logits of the last step, the state advanced. It holds the bodies and epilogues that
-its segment uses; its size depends neither on the number of ops nor on the context, nor on how many
-of the 16 rows are in use. RANKS GPUs share a program as in one_row/kernel.py. Next on the walk: the
-end.
+kept, ids, logits of the last step, the state advanced. It holds the bodies and epilogues that its
+segment uses; its size depends neither on the number of ops nor on the context, nor on how many of
+the 16, 32 or 64 rows are in use. RANKS GPUs share a program as in one_row/kernel.py. Next on the
+walk: the end.
 """
 
 from triton.experimental import gluon

@@ -1,4 +1,4 @@
-"""The choice of experts of 2 to 16 rows: which the loader brings, which rows are theirs, and what
+"""The choice of experts of up to 16 rows: which the loader brings, which rows are theirs, and what
 they weigh.
 
 In: float32 scores of all rows, behind an event. Out, in shared memory of the SM: the experts that

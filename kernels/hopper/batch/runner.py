@@ -1,6 +1,6 @@
-"""Runs the kernel of 2 to 16 rows on a GPU: the queues, buffers and launches of one segment.
+"""Runs the kernel of several rows on a GPU: the queues, buffers and launches of one segment.
 
-In: a segment of up to 16 sequences or rows, the arenas of weights and states on the GPU. Out: a
+In: a segment of up to 64 sequences or rows, the arenas of weights and states on the GPU. Out: a
 SteppingRunner, as one_row/runner.py's for one row. Next on the walk: kernel.py.
 """
 
@@ -64,7 +64,7 @@ HALF_TILE = 1, 64
 
 
 class BatchRunner:
-    """The kernel of 2 to 16 rows bound to the memory of one GPU."""
+    """The kernel of several rows bound to the memory of one GPU."""
 
     replays = True
 

@@ -1,4 +1,4 @@
-"""Queues of the kernel of 2 to 16 rows.
+"""Queues of the kernel of several rows.
 
 Fused ops and the layouts of arenas come in; a BatchQueues goes out: the same instructions for every
 SM, each for its own rows, as words.py lays them into device words, proven by proof.py. Start at

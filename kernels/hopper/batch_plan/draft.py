@@ -1,4 +1,4 @@
-"""Queues of the kernel of 2 to 16 rows, as far as they are filled, and who takes what how.
+"""Queues of the kernel of several rows, as far as they are filled, and who takes what how.
 
 In: a segment, its fused ops, the layouts of its arenas. queues.py goes through the ops; for each, a
 function of a file here adds instructions to the draft. Torch-free. Next on the walk: results.py.

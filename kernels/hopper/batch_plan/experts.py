@@ -1,4 +1,4 @@
-"""Experts of 2 to 16 rows: which units an SM has of those that are hit, and the check that tiles
+"""Experts of up to 16 rows: which units an SM has of those that are hit, and the check that tiles
 are of the right ones.
 
 In: queues, and the fused ops that they are for. Out: units of an SM for a number of experts hit, or

@@ -1,4 +1,4 @@
-"""Proof that the kernel of 2 to 16 rows reads what it should and overwrites nothing too early.
+"""Proof that the kernel of several rows reads what it should and overwrites nothing too early.
 
 In: its queues, and the fused ops that they are for. Out: nothing, or the first hazard in words. All
 SMs of a rank are in one instruction at a time, since each waits for the event of the one before: so

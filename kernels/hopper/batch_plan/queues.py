@@ -1,4 +1,4 @@
-"""Queues of the kernel of 2 to 16 rows: the same instructions on every SM, each for its own rows.
+"""Queues of the kernel of several rows: the same instructions on every SM, each for its own rows.
 
 In: fused ops (tasks/fuse/) of that many sequences or rows, in any order that follows their data,
 and the layouts of the weight and state arenas. Out: a BatchQueues. Torch-free. Next on the walk:

@@ -1,4 +1,4 @@
-"""Bodies of the kernel of 2 to 16 rows: what the compute warps do for an instruction.
+"""Bodies of the kernel of several rows: what the compute warps do for an instruction.
 
 Fields of an instruction and tiles of the ring come in; activations, states and cached positions go
 out to global memory, complete at the instruction's event. Start at linear.py; experts.py and

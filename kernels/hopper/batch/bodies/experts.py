@@ -1,5 +1,5 @@
-"""Experts of 2 to 16 rows in the body of linears: which units an SM has, which rows of x count, and
-what becomes of products of their first matrices.
+"""Experts of up to 16 rows in the body of linears: which units an SM has, which rows of x count,
+and what becomes of products of their first matrices.
 
 In: a choice of experts (route.py). Out: units and tiles for the loader and for the compute warps,
 who walk them in one order; x of an expert's last matrix. An expert's tiles meet x of all 16 rows,

@@ -1,4 +1,4 @@
-"""Linear tasks of the kernel of 2 to 16 rows: the ring's weight tiles times x of 16 sequences, read
+"""Linear tasks of the kernel of several rows: the ring's weight tiles times x of 16 sequences, read
 once for up to 64 weight rows, then the epilogue.
 
 In: x in the order of device.py, weight tiles in the ring. Out: the op's output. The weight of

@@ -1,4 +1,4 @@
-"""Rows in the form in which linears of the kernel of 2 to 16 rows take them, where their writer
+"""Rows in the form in which linears of the kernel of several rows take them, where their writer
 gives another one: after a layer norm, a second norm, or as they are.
 
 In: float32 numbers of whole rows. Out: activations, and numbers where others take

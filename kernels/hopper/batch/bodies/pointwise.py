@@ -1,4 +1,4 @@
-"""Pointwise work on rows of the kernel of 2 to 16 rows: a formula of a row after its norm or
+"""Pointwise work on rows of the kernel of several rows: a formula of a row after its norm or
 softmax, of rows that are kept, and of a row of a table.
 
 In: float32 numbers of whole rows, tables. Out: numbers, activations, squares. An SM does whole

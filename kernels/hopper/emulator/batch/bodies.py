@@ -1,4 +1,4 @@
-"""What each instruction of the kernel of 2 to 16 rows does, as its queue says.
+"""What each instruction of the kernel of several rows does, as its queue says.
 
 In: an SM and an instruction. Out: activations, numbers, squares, logits, what ranks push. Each
 mirrors a body of the kernel (batch/bodies/linear.py, batch/bodies/norms.py, batch/team.py).

@@ -1,4 +1,4 @@
-"""Experts of 2 to 16 rows: their choice by the compute warps, their tiles, and what becomes of
+"""Experts of up to 16 rows: their choice by the compute warps, their tiles, and what becomes of
 their products.
 
 In: an SM and a BatchExperts, or a linear with EXPERT_COLUMNS. Out: the experts hit with their rows

@@ -1,4 +1,4 @@
-"""The kernel of 2 to 16 rows on emulated GPUs, as one_row/kernel.py has that of one row.
+"""The kernel of several rows on emulated GPUs, as one_row/kernel.py has that of one row.
 
 In: queues of every rank as build_batch_queues gives them, the arena of weights, launches. Out: what
 each launch leaves on each rank, or a CheckError. Programs without samples and

@@ -1,4 +1,4 @@
-"""Pointwise work on rows in the emulated kernel of 2 to 16 rows. Mirrors batch/bodies/pointwise.py.
+"""Pointwise work on rows in the emulated kernel of several rows. Mirrors batch/bodies/pointwise.py.
 Next on the walk: kernel.py.
 """
 

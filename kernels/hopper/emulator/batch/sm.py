@@ -1,4 +1,4 @@
-"""One SM of the emulated kernel of 2 to 16 rows, and the memory that all of them share.
+"""One SM of the emulated kernel of several rows, and the memory that all of them share.
 
 In: queues and memory of a rank. Out: waits for events, loads and stores of activations and numbers.
 Next on the walk: bodies.py.

@@ -1,4 +1,4 @@
-"""Machine code for sm_90a of the kernel of 2 to 16 rows, for programs that are no decoders."""
+"""Machine code for sm_90a of the kernel of several rows, for programs that are no decoders."""
 
 from functools import cache
 

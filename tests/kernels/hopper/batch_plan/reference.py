@@ -1,4 +1,4 @@
-"""What the queues of the kernel of 2 to 16 rows compute, in float64 on a CPU: each instruction as
+"""What the queues of the kernel of several rows compute, in float64 on a CPU: each instruction as
 its words say, SM by SM, without attention or a choice of tokens.
 """
 

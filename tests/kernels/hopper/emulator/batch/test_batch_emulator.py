@@ -1,4 +1,4 @@
-"""Queues of the kernel of 2 to 16 rows, emulated: they compute what torch does in any order."""
+"""Queues of the kernel of several rows, emulated: they compute what torch does in any order."""
 
 from collections.abc import Sequence
 from dataclasses import replace

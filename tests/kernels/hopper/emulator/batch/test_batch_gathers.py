@@ -1,4 +1,4 @@
-"""Columns that ranks gather inside the kernel of 2 to 16 rows: they give what torch does in any
+"""Columns that ranks gather inside the kernel of several rows: they give what torch does in any
 order, whoever takes them.
 """
 
