@@ -197,7 +197,7 @@ def compute(
             if RANKS > 1:
                 flag = (epoch0 + step) * num_instructions + i + 1
             if ROWS > BATCH:
-                factor = sum_factor(words, memory, eps, EPILOGUES, ROWS, spec.whole_slices)
+                factor = sum_factor(words, memory, eps, spec)
             if ROWS > BATCH and is_own_sum(words):
                 cta_barrier()
             else:
@@ -268,8 +268,7 @@ def compute(
             elif ROWS > BATCH:
                 finish_task(
                     words, memory, parts_of(memory.partials, num_sms, spec), factor,
-                    step + 1 == num_steps, sm, num_sms, EPILOGUES, CHOICE, ROWS, spec.whole_slices,
-                    spec.wide_norms,
+                    step + 1 == num_steps, sm, num_sms, spec,
                 )
             else:
                 if EXPERTS is not None:  # noqa: SIM102  a constant
@@ -281,8 +280,7 @@ def compute(
                         stamp(trace, step, num_instructions, i, STAMP_CHOSEN)
                 it = linear_task(
                     words, queue, i, memory, peers, sm, num_sms, eps, red, ring, it, flag,
-                    experts_at, EXPERTS, EPILOGUES, CHOICE, RANKS, spec.stages, spec.whole_slices,
-                    spec.wide_norms,
+                    experts_at, spec,
                 )
                 if CHOICE == SAMPLED and is_logits(words, EPILOGUES):
                     sample_ids(

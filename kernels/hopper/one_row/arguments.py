@@ -66,6 +66,27 @@ class RingAddresses(NamedTuple):
     squares: object
 
 
+class WarpSums(NamedTuple):
+    """Shared memory that PTX writes at ring.sums and ring.squares, to be read: what each warp has
+    added up of a group's rows, f32 [8, 64], and of squares of x, f32 [8].
+    """
+
+    rows: object
+    squares: object
+
+
+class RowTeam(NamedTuple):
+    """Who else has a part in what SMs choose together, in arguments of run_row_steps: peers,
+    team_rank, first_id, best_words, num_sms.
+    """
+
+    peers: object
+    rank: object
+    first_id: object
+    best_words: object
+    num_sms: object
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSpec:
     """What one compiled kernel is for.

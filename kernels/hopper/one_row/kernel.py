@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from distmega.kernels.gluon_compat import cta_barrier, keep_alive
 from distmega.kernels.hopper.epilogues import count
-from distmega.kernels.hopper.one_row.arguments import RingAddresses
+from distmega.kernels.hopper.one_row.arguments import RingAddresses, RowTeam, WarpSums
 from distmega.kernels.hopper.one_row.bodies.attention import attention_task
 from distmega.kernels.hopper.one_row.bodies.linear import linear_task
 from distmega.kernels.hopper.one_row.bodies.pointwise import pointwise_task
@@ -63,20 +63,16 @@ from distmega.kernels.runtime.mbarriers import init_barriers, make_barriers
 @gluon.jit
 def compute(
     queue, num_instructions, num_instructions_max, num_steps, num_generations, first_row_id,
-    first_position, memory, best_words, num_sms, peers, team_rank, first_id, min_blocks, eps, scale,
-    trace, ring, squares, red, step_bar, slots, chosen_bar, spec: gl.constexpr,
+    first_position, memory, team, min_blocks, eps, scale, trace, ring, sums, step_bar, slots,
+    chosen_bar, spec: gl.constexpr,
 ):
     """Partition of eight warps. A datum of generation g and step s is flagged
     s * num_generations + g + 1."""
     RANKS: gl.constexpr = spec.num_ranks
     CHOICE: gl.constexpr = spec.choice
-    STAGES: gl.constexpr = spec.stages
     TRACE: gl.constexpr = spec.trace
-    D: gl.constexpr = spec.head_dim
     EXPERTS: gl.constexpr = spec.experts
-    EPILOGUES: gl.constexpr = spec.epilogues
     FORMULAS: gl.constexpr = spec.formulas
-    WIDE: gl.constexpr = spec.wide_norms
     sm = gl.program_id(0)
     position0 = begin(memory.state + STATE_POSITION, first_position)
     epoch0 = gl.load(memory.state + STATE_EPOCH)
@@ -88,7 +84,9 @@ def compute(
     for step in range(num_steps):
         base = (epoch0 + step) * num_generations + 1
         if CHOICE != NO_CHOICE and step > 0:
-            row_id = most_likely(memory.symmetric, best_words, num_sms, base - 1, BESTS)
+            row_id = most_likely(
+                memory.symmetric, team.best_words, team.num_sms, base - 1, BESTS
+            )
             fence_all()
             if sm == 0:
                 gl.store(memory.ids + step - 1, row_id)
@@ -103,41 +101,39 @@ def compute(
                 gl.store(at, clock())
             if spec.attends and words[OPCODE] == OP_ATTENTION:
                 it = attention_task(
-                    words, memory.symmetric, memory.vectors, memory.cache, memory.rope,
-                    position0 + step, flag, eps, scale, min_blocks, ring, it, at, D,
-                    spec.num_queries, spec.num_heads, spec.num_kv_heads, spec.qk_norm, spec.rotated,
-                    STAGES, TRACE, spec.apart, spec.softcap, spec.biased, WIDE,
+                    words, memory, position0 + step, flag, eps, scale, min_blocks, ring, it, at,
+                    spec,
                 )
             elif spec.attends and words[OPCODE] == OP_COMBINE:
-                combine_task(words, memory.symmetric, position0 + step, flag, min_blocks, D)
+                combine_task(
+                    words, memory.symmetric, position0 + step, flag, min_blocks, spec.head_dim
+                )
             elif spec.barriers and words[OPCODE] == OP_BARRIER:
                 pass_barrier(words, memory.symmetric, sm, flag)
             elif count(FORMULAS) > 0 and words[OPCODE] == OP_POINTWISE:
                 pointwise_task(
                     words, memory.symmetric, memory.vectors, memory.embed, row_id, position0 + step,
-                    memory.kept, flag, FORMULAS, spec.passes, WIDE, RANKS,
+                    memory.kept, flag, FORMULAS, spec.passes, spec.wide_norms, RANKS,
                 )
             elif RANKS > 1 and words[OPCODE] == OP_EMBED:
-                embed_task(words, peers, memory.embed, row_id, flag, RANKS)
+                embed_task(words, team.peers, memory.embed, row_id, flag, RANKS)
             elif EXPERTS is not None and words[OPCODE] == OP_ROUTE:
                 route_task(words, memory.symmetric, ring.sums, slots, chosen_bar, flag, EXPERTS)
             elif CHOICE != GREEDY and CHOICE != NO_CHOICE and words[OPCODE] == OP_SAMPLE:
                 # kept here, or else what follows from them takes registers from other tasks
                 sample_task(
-                    words, memory.kept + words[SAMPLE_LOGITS], first_id,
+                    words, memory.kept + words[SAMPLE_LOGITS], team.first_id,
                     (memory.state + STATE_SAMPLING).to(gl.pointer_type(gl.float32), bitcast=True),
                     (memory.state + STATE_SEED).to(gl.pointer_type(gl.int64), bitcast=True),
-                    position0 + step, memory.symmetric, peers, team_rank, words[DST], best_words,
-                    keep(sm), keep(num_sms), flag, CHOICE, spec.sm_logits, RANKS,
+                    position0 + step, memory.symmetric, team.peers, team.rank, words[DST],
+                    team.best_words, keep(sm), keep(team.num_sms), flag, CHOICE, spec.sm_logits,
+                    RANKS,
                 )
                 # again, since meanwhile these words would take registers from all tasks
                 ahead = fetch(queue, gl.where(i + 1 == num_instructions, 0, i + 1))
             else:
                 it = linear_task(
-                    words, memory.symmetric, memory.vectors, memory.embed, row_id, memory.kept,
-                    flag, sm, best_words, num_sms, peers, team_rank, first_id, eps, squares, red,
-                    ring, slots, it, at, EXPERTS, EPILOGUES, spec.layer_norms, spec.keeps_normed,
-                    CHOICE, spec.given, RANKS, STAGES, TRACE, WIDE,
+                    words, memory, team, row_id, flag, sm, eps, sums, ring, slots, it, at, spec
                 )
             if TRACE:
                 gl.store(at + STAMPS - 1, clock())
@@ -145,7 +141,7 @@ def compute(
     if sm == 0:
         last = (epoch0 + num_steps) * num_generations
         if CHOICE != NO_CHOICE:
-            row_id = most_likely(memory.symmetric, best_words, num_sms, last, BESTS)
+            row_id = most_likely(memory.symmetric, team.best_words, team.num_sms, last, BESTS)
             gl.store(memory.ids + num_steps - 1, row_id)
             gl.store(memory.state + STATE_ID, row_id)
         gl.store(memory.state + STATE_POSITION, position0 + num_steps)
@@ -213,6 +209,8 @@ def run_row_steps(
     else:
         slots: gl.constexpr = 0  # type: ignore[no-redef]
     cta_barrier()
+    sums = WarpSums(red, squares)
+    team = RowTeam(peers, team_rank, first_id, best_words, num_sms)
     weights = (weights0, weights1, weights2, weights3, weights4, weights5)
     init_barriers(ready, spec.stages, 1)
     init_barriers(free, spec.stages, NUM_WARPS)
@@ -227,9 +225,8 @@ def run_row_steps(
                 compute,
                 (
                     queue, num_instructions, max_instructions, num_steps, num_generations,
-                    first_row_id, first_position, memory, best_words, num_sms, peers, team_rank,
-                    first_id, min_blocks, eps, scale, trace, ring, squares, red, step_bar, slots,
-                    chosen_bar, spec,
+                    first_row_id, first_position, memory, team, min_blocks, eps, scale, trace, ring,
+                    sums, step_bar, slots, chosen_bar, spec,
                 ),
             ),
             (

@@ -224,17 +224,17 @@ def keep_numbers(words, numbers, y, row, b, num_rows, mine, ROWS: gl.constexpr):
 
 @gluon.jit
 def write_round(
-    words, numbers, acts, vectors, y, unit, row, b, mine, EPILOGUES: gl.constexpr,
-    NUMBER: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr,
+    words, memory, y, unit, row, b, mine, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr,
+    ROWS: gl.constexpr, WIDE: gl.constexpr,
 ):
     """The results of a round: as numbers, and as x for linears; their squares."""
     if field(EPILOGUES, NUMBER, "keeps"):
-        keep_numbers(words, numbers, y, row, b, words[NUM_ROWS], mine, ROWS)
+        keep_numbers(words, memory.numbers, y, row, b, words[NUM_ROWS], mine, ROWS)
     if field(EPILOGUES, NUMBER, "scaled"):
-        weight = next_weight(words, vectors, row, mine, WIDE)
-        store_pairs(acts, words[DST], y * weight, unit, words, ROWS)
+        weight = next_weight(words, memory.vectors, row, mine, WIDE)
+        store_pairs(memory.acts, words[DST], y * weight, unit, words, ROWS)
     elif field(EPILOGUES, NUMBER, "publishes"):
-        store_pairs(acts, words[DST], y, unit, words, ROWS)
+        store_pairs(memory.acts, words[DST], y, unit, words, ROWS)
     return gl.where(mine, y * y, 0.0)
 
 
@@ -249,11 +249,10 @@ def write_squares(sums, squares, sm, SLOT: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def write_mixed(
-    words, numbers, acts, vectors, y, unit, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr,
-    ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr,
-):
+def write_mixed(words, memory, y, unit, NUMBER: gl.constexpr, spec: gl.constexpr):
     """What becomes of a round of two pairs of units of two streams."""
+    EPILOGUES: gl.constexpr = spec.epilogues
+    ROWS: gl.constexpr = spec.rows
     FORMULA: gl.constexpr = field(EPILOGUES, NUMBER, "formula")
     CARRIES: gl.constexpr = field(EPILOGUES, NUMBER, "num_carried")
     MIXED: gl.constexpr = gl.SliceLayout(2, TWO_STREAMS)
@@ -267,23 +266,23 @@ def write_mixed(
     c = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, MIXED)), 0)
     own = (unit // 2 + u) * UNIT_ROWS + c % UNIT_ROWS
     if field(EPILOGUES, NUMBER, "biased"):
-        first += bias_of(words[LIN_BIAS], vectors, row0 + own, own < num_own)
-        behind = num_rows if WHOLE_SLICES else next_vector(num_rows)
-        second += bias_of(words[LIN_BIAS], vectors, behind + row0 + own, own < num_own)
+        first += bias_of(words[LIN_BIAS], memory.vectors, row0 + own, own < num_own)
+        behind = num_rows if spec.whole_slices else next_vector(num_rows)
+        second += bias_of(words[LIN_BIAS], memory.vectors, behind + row0 + own, own < num_own)
     given = (first, second)
     b = c // UNIT_ROWS
     mine = own < num_own
-    given += carried(words, numbers, row0 + own, b, num_rows, mine, CARRIES, ROWS)
+    given += carried(words, memory.numbers, row0 + own, b, num_rows, mine, CARRIES, ROWS)
     mixed = evaluate(FORMULA, given)
     if field(EPILOGUES, NUMBER, "keeps"):
-        keep_numbers(words, numbers, mixed, row0 + own, b, num_rows, mine, ROWS)
+        keep_numbers(words, memory.numbers, mixed, row0 + own, b, num_rows, mine, ROWS)
     if field(EPILOGUES, NUMBER, "publishes"):
         low, high = gl.split(gl.reshape(mixed, [ROUND_UNITS // 2, WIDTH // 2, 2]))
         payload = gl.convert_layout(bf16_pair(low, high), ROW_PAIRS)
         u = gl.expand_dims(gl.arange(0, ROUND_UNITS // 2, layout=gl.SliceLayout(1, ROW_PAIRS)), 1)
         c = gl.expand_dims(gl.arange(0, WIDTH // 2, layout=gl.SliceLayout(0, ROW_PAIRS)), 0) * 2
         own = (unit // 2 + u) * UNIT_ROWS + c % UNIT_ROWS
-        at = acts + of_rows(words[DST] // 2, ROWS)
+        at = memory.acts + of_rows(words[DST] // 2, ROWS)
         at += pair_index(row0 + own, c // UNIT_ROWS, ROWS)
         gl.store(at, payload, mask=own < num_own)
 
@@ -363,10 +362,7 @@ def embed_task(
     row_id = gl.expand_dims(spread(ids, ROWS), 0).to(gl.int64)
     if field(EPILOGUES, ENTRY, "summed"):
         push_embedding(words, row_id, memory.embed, memory.events, peers, flag, RANKS)
-        squares = sum_results(
-            words, memory.numbers, memory.acts, memory.vectors, memory.events, flag, EPILOGUES,
-            ENTRY, RANKS, WIDE,
-        )
+        squares = sum_results(words, memory, flag, EPILOGUES, ENTRY, RANKS, WIDE)
     else:
         squares = gl.zeros([ROUND_UNITS, UNIT_ROWS * ROWS], gl.float32, layout=ROUND)
         for unit in range(0, keep(words[NUM_UNITS]), ROUND_UNITS):
@@ -374,8 +370,7 @@ def embed_task(
             at = memory.embed + row_id * words[NUM_ROWS] + row
             y = gl.load(at, mask=mine, other=0.0).to(gl.float32)
             squares += write_round(
-                words, memory.numbers, memory.acts, memory.vectors, y, unit, row, b, mine,
-                EPILOGUES, ENTRY, ROWS, WIDE,
+                words, memory, y, unit, row, b, mine, EPILOGUES, ENTRY, ROWS, WIDE
             )
     if field(EPILOGUES, ENTRY, "scaled"):
         write_squares(memory.sums, squares, sm, field(EPILOGUES, ENTRY, "slot"), ROWS)
@@ -412,10 +407,7 @@ def gather_task(
     for i in gl.static_range(count_gathers(EPILOGUES)):
         if words[GATHER_NUMBER] == i:
             NUMBER: gl.constexpr = gathered(i)
-            squares = sum_results(
-                words, memory.numbers, memory.acts, memory.vectors, memory.events, flag, EPILOGUES,
-                NUMBER, RANKS, WIDE,
-            )
+            squares = sum_results(words, memory, flag, EPILOGUES, NUMBER, RANKS, WIDE)
             if field(EPILOGUES, NUMBER, "scaled"):
                 write_squares(memory.sums, squares, sm, field(EPILOGUES, NUMBER, "slot"), BATCH)
 
@@ -436,8 +428,8 @@ def push_columns(words, numbers, events, peers, flag, RANKS: gl.constexpr):
 
 @gluon.jit
 def sum_results(
-    words, numbers, acts, vectors, events, flag, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr,
-    RANKS: gl.constexpr, WIDE: gl.constexpr,
+    words, memory, flag, EPILOGUES: gl.constexpr, NUMBER: gl.constexpr, RANKS: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """The results of this SM's rows from the sums of all ranks' parts; squares."""
     squares = gl.zeros([ROUND_UNITS, COLUMNS], gl.float32, layout=ROUND)
@@ -445,18 +437,18 @@ def sum_results(
         row, b, mine = round_rows(words, unit, BATCH)
         # asked for before the wait
         if field(EPILOGUES, NUMBER, "scaled"):
-            weight = next_weight(words, vectors, row, mine, WIDE)
+            weight = next_weight(words, memory.vectors, row, mine, WIDE)
         CARRIES: gl.constexpr = field(EPILOGUES, NUMBER, "num_carried")
-        given = carried(words, numbers, row, b, words[NUM_ROWS], mine, CARRIES, BATCH)
-        total = sum_round_of_ranks(words, symmetric_of(events), unit, flag, RANKS)
+        given = carried(words, memory.numbers, row, b, words[NUM_ROWS], mine, CARRIES, BATCH)
+        total = sum_round_of_ranks(words, symmetric_of(memory.events), unit, flag, RANKS)
         y = evaluate(field(EPILOGUES, NUMBER, "formula"), single(total) + given)
         if field(EPILOGUES, NUMBER, "keeps"):
-            keep_numbers(words, numbers, y, row, b, words[NUM_ROWS], mine, BATCH)
+            keep_numbers(words, memory.numbers, y, row, b, words[NUM_ROWS], mine, BATCH)
         if field(EPILOGUES, NUMBER, "scaled"):
-            store_pairs(acts, words[DST], y * weight, unit, words, BATCH)
+            store_pairs(memory.acts, words[DST], y * weight, unit, words, BATCH)
             squares += gl.where(mine, y * y, 0.0)
         elif field(EPILOGUES, NUMBER, "publishes"):
-            store_pairs(acts, words[DST], y, unit, words, BATCH)
+            store_pairs(memory.acts, words[DST], y, unit, words, BATCH)
     return squares
 
 
@@ -556,14 +548,15 @@ def ask_early(
 @gluon.jit
 def group_task(
     words, queue, number, memory, peers, x, eps, factor, alarm, first, group, num_units, num_chunks,
-    squares, best, best_row, red, ring, it, flag, rows, chosen, of_columns, EXPERTS: gl.constexpr,
-    EPILOGUES: gl.constexpr, CHOICE: gl.constexpr, RANKS: gl.constexpr, STAGES: gl.constexpr,
-    WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr,
+    squares, best, best_row, red, ring, it, flag, rows, chosen, of_columns, spec: gl.constexpr,
 ):
     """Units from number `group` on, up to 8 before number num_units: products and epilogue; what
     the first group, number `first`, finds for all comes in and goes out. rows, chosen, of_columns:
     see load_chunk; the rest as of linear_task.
     """
+    RANKS: gl.constexpr = spec.num_ranks
+    EXPERTS: gl.constexpr = spec.experts
+    EPILOGUES: gl.constexpr = spec.epilogues
     NUM: gl.constexpr = count(EPILOGUES)
     opcode = words[OPCODE]
     x0, x1 = load_chunk(x, words[SRC], 0, rows, chosen, of_columns, EXPERTS)
@@ -573,10 +566,10 @@ def group_task(
                 if opcode == i:
                     ask_early(words, memory, EPILOGUES, i, BATCH)
         if (words[PACKED] & NORMED) != 0:
-            factor = norm_factors(words, memory.sums, eps, BATCH, WHOLE_SLICES)
+            factor = norm_factors(words, memory.sums, eps, BATCH, spec.whole_slices)
     a4, a5, a6, a7, it = multiply_group(
         x0, x1, x, words[SRC], num_chunks, num_units - group, red, ring, it, rows, chosen,
-        of_columns, EXPERTS, STAGES,
+        of_columns, EXPERTS, spec.stages,
     )
     if RANKS > 1 and EXPERTS is not None:
         # here: no registers to keep what only the epilogue needs while weights are multiplied
@@ -587,7 +580,7 @@ def group_task(
         y = sum_round(red) * gl.expand_dims(factor, 0)
         squares, best, best_row = finish_round(
             words, memory, peers, y, alarm, unit, num_units, squares, best, best_row, flag, chosen,
-            EXPERTS, EPILOGUES, CHOICE, RANKS, BATCH, WHOLE_SLICES, WIDE,
+            spec,
         )
     return factor, squares, best, best_row, it
 
@@ -595,12 +588,15 @@ def group_task(
 @gluon.jit
 def finish_round(
     words, memory, peers, y, alarm, unit, num_units, squares, best, best_row, flag, chosen,
-    EXPERTS: gl.constexpr, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr, RANKS: gl.constexpr,
-    ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr, is_last=None,
+    spec: gl.constexpr, is_last=None,
 ):
-    """What becomes of the products y, [4 units, 8 ROWS], of a round from `unit` on; what it finds
-    for all goes in and out. is_last: whether logits are written, None: they are.
+    """What becomes of the products y, [4 units, 8 spec.rows], of a round from `unit` on; what it
+    finds for all goes in and out. is_last: whether logits are written, None: they are.
     """
+    ROWS: gl.constexpr = spec.rows
+    CHOICE: gl.constexpr = spec.choice
+    EXPERTS: gl.constexpr = spec.experts
+    EPILOGUES: gl.constexpr = spec.epilogues
     opcode = words[OPCODE]
     row, b, mine = round_rows(words, unit, ROWS)
     for i in gl.static_range(count(EPILOGUES)):
@@ -610,10 +606,7 @@ def finish_round(
                     words, memory.acts, y, unit, num_units, chosen, EXPERTS, EPILOGUES, i,
                 )
             elif field(EPILOGUES, i, "num_streams") == 2:
-                write_mixed(
-                    words, memory.numbers, memory.acts, memory.vectors, y, unit, EPILOGUES, i,
-                    ROWS, WHOLE_SLICES,
-                )
+                write_mixed(words, memory, y, unit, i, spec)
             else:
                 z = y
                 if field(EPILOGUES, i, "biased"):
@@ -622,7 +615,7 @@ def finish_round(
                         at_bias = words[LOGITS_BIAS]
                     z += bias_of(at_bias, memory.vectors, row, mine)
                 if field(EPILOGUES, i, "summed"):
-                    push_round(words, peers, z, unit, flag, alarm, RANKS)
+                    push_round(words, peers, z, unit, flag, alarm, spec.num_ranks)
                 else:
                     CARRIES: gl.constexpr = field(EPILOGUES, i, "num_carried")
                     given = carried(
@@ -639,8 +632,8 @@ def finish_round(
                             best_row = gl.where(better, row, best_row)
                     else:
                         more = write_round(
-                            words, memory.numbers, memory.acts, memory.vectors, z, unit, row,
-                            b, mine, EPILOGUES, i, ROWS, WIDE,
+                            words, memory, z, unit, row, b, mine, EPILOGUES, i, ROWS,
+                            spec.wide_norms,
                         )
                         if field(EPILOGUES, i, "scaled"):
                             squares += more
@@ -650,8 +643,7 @@ def finish_round(
 @gluon.jit
 def linear_task(
     words, queue, number, memory, peers, sm, num_sms, eps, red, ring, it, flag, chosen,
-    EXPERTS: gl.constexpr, EPILOGUES: gl.constexpr, CHOICE: gl.constexpr, RANKS: gl.constexpr,
-    STAGES: gl.constexpr, WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr,
+    spec: gl.constexpr,
 ):
     """All rows of this SM, 64 at a time; returns the ring position.
 
@@ -659,11 +651,14 @@ def linear_task(
     of run_batch_steps. red: f32 [32, 16, 8] in shared memory, sums of each warp, used by nothing
     else meanwhile. it: ring slots taken before. flag: of what ranks exchange in this instruction.
     chosen: the Choice of experts (route.py) that was made before, where there are some.
-    CHOICE, see one_row/bodies/sample.py: samples at a temperature look at the logits again, those
-    within limits take the highest alone. WHOLE_SLICES, WIDE: see BatchSpec. Writes what the
-    epilogue says: memory.acts, .numbers, .sums, or .logits, .bests and .best_rows; events of all
-    ranks, where they add up parts.
+    spec.choice, see one_row/bodies/sample.py: samples at a temperature look at the logits again,
+    those within limits take the highest alone. Writes what the epilogue says: memory.acts,
+    .numbers, .sums, or .logits, .bests and .best_rows; events of all ranks, where they add up
+    parts.
     """
+    CHOICE: gl.constexpr = spec.choice
+    EXPERTS: gl.constexpr = spec.experts
+    EPILOGUES: gl.constexpr = spec.epilogues
     NUM: gl.constexpr = count(EPILOGUES)
     opcode = words[OPCODE]
     alarm = gl.to_tensor(NO_REPORT)
@@ -682,7 +677,7 @@ def linear_task(
             factor, squares, best, best_row, it = group_task(
                 words, queue, number, memory, peers, x, eps, factor, alarm, 0, group, num_units,
                 words[LIN_NUM_TILES_K], squares, best, best_row, red, ring, it, flag, 0, 0, False,
-                EXPERTS, EPILOGUES, CHOICE, RANKS, STAGES, WHOLE_SLICES, WIDE,
+                spec,
             )
     else:
         first, stop, num_chunks = share_of(words, chosen, sm, num_sms, EXPERTS)
@@ -694,7 +689,7 @@ def linear_task(
             factor, squares, best, best_row, it = group_task(
                 words, queue, number, memory, peers, x, eps, factor, alarm, first, group, end,
                 num_chunks, squares, best, best_row, red, ring, it, flag, rows, chosen, of_columns,
-                EXPERTS, EPILOGUES, CHOICE, RANKS, STAGES, WHOLE_SLICES, WIDE,
+                spec,
             )
             group = end
     for i in gl.static_range(NUM):
@@ -703,8 +698,7 @@ def linear_task(
                 # again: no registers to keep what only the sum needs while weights are multiplied
                 summed = fetch(queue, keep(number))
                 squares = sum_results(
-                    summed, memory.numbers, memory.acts, memory.vectors, memory.events, flag,
-                    EPILOGUES, i, RANKS, WIDE,
+                    summed, memory, flag, EPILOGUES, i, spec.num_ranks, spec.wide_norms
                 )
         if field(EPILOGUES, i, "scaled"):
             if opcode == i:
@@ -716,12 +710,12 @@ def linear_task(
 
 
 @gluon.jit
-def sum_factor(
-    words, memory, eps, EPILOGUES: gl.constexpr, ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr
-):
-    """[8 ROWS] columns of a round: what finish_task multiplies products by. It is known before
+def sum_factor(words, memory, eps, spec: gl.constexpr):
+    """[8 spec.rows] columns of a round: what finish_task multiplies products by. It is known before
     these are, so nobody need wait for both; what the epilogue takes besides is asked for, too.
     """
+    ROWS: gl.constexpr = spec.rows
+    EPILOGUES: gl.constexpr = spec.epilogues
     factor = gl.full([UNIT_ROWS * ROWS], 1.0, gl.float32, layout=ROUND_COLUMNS)
     if words[OPCODE] < MAX_EPILOGUES:  # other instructions have no such flags
         for i in gl.static_range(count(EPILOGUES)):
@@ -729,19 +723,19 @@ def sum_factor(
                 if words[OPCODE] == i:
                     ask_early(words, memory, EPILOGUES, i, ROWS)
         if (words[PACKED] & NORMED) != 0:
-            factor = norm_factors(words, memory.sums, eps, ROWS, WHOLE_SLICES)
+            factor = norm_factors(words, memory.sums, eps, ROWS, spec.whole_slices)
     return factor
 
 
 @gluon.jit
-def finish_task(
-    words, memory, parts, factor, is_last, sm, num_sms, EPILOGUES: gl.constexpr,
-    CHOICE: gl.constexpr, ROWS: gl.constexpr, WHOLE_SLICES: gl.constexpr, WIDE: gl.constexpr,
-):
+def finish_task(words, memory, parts, factor, is_last, sm, num_sms, spec: gl.constexpr):
     """What becomes of this SM's rows of products of more than 16 rows, of which SMs have left parts
     (products.py). factor: see sum_factor. is_last: of the launch's steps; others leave no logits,
     of which 64 sequences have 33 MB. words and what is written: as of linear_task.
     """
+    ROWS: gl.constexpr = spec.rows
+    CHOICE: gl.constexpr = spec.choice
+    EPILOGUES: gl.constexpr = spec.epilogues
     WIDTH: gl.constexpr = UNIT_ROWS * ROWS
     opcode = words[OPCODE]
     squares = gl.zeros([ROUND_UNITS, WIDTH], gl.float32, layout=ROUND)
@@ -755,8 +749,8 @@ def finish_task(
         # while this round is finished the next one's parts come
         asked = ask_parts(words, parts, unit + ROUND_UNITS, num_sms, ROWS)
         squares, best, best_row = finish_round(
-            words, memory, None, y, 0, unit, num_units, squares, best, best_row, 0, 0, None,
-            EPILOGUES, CHOICE, 1, ROWS, WHOLE_SLICES, WIDE, is_last,
+            words, memory, None, y, 0, unit, num_units, squares, best, best_row, 0, 0, spec,
+            is_last,
         )
     sm = keep(sm)  # as threads_here
     for i in gl.static_range(count(EPILOGUES)):

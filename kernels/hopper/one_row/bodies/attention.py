@@ -230,42 +230,22 @@ def load_biases(words, vectors, aims, block, position, H: gl.constexpr, G: gl.co
 
 @gluon.jit
 def attention_task(
-    words,
-    symmetric,
-    vectors,
-    cache,
-    rope,
-    position,
-    flag,
-    eps,
-    scale,
-    min_blocks,
-    ring,
-    it,
-    stamps,
-    D: gl.constexpr,
-    G: gl.constexpr,
-    H: gl.constexpr,
-    KVH: gl.constexpr,
-    QK_NORM: gl.constexpr,
-    ROTATED: gl.constexpr,
-    STAGES: gl.constexpr,
-    TRACE: gl.constexpr,
-    APART: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    BIASED: gl.constexpr,
-    WIDE: gl.constexpr,
+    words, memory, position, flag, eps, scale, min_blocks, ring, it, stamps, spec: gl.constexpr
 ):
     """One split of one kv head, every `active`-th block of 128 positions from its first on; returns
     the ring position.
 
-    words: int32, of the instruction. symmetric, vectors, cache, rope: see RowMemory; reads flagged
-    words of queries, keys and values, writes those of the split's partials and, where the last
-    block is its own, the new position in the cache. position: of the step; flag: of what is
-    read and written; eps, scale (with log2(e)), min_blocks: as of run_row_steps. ring:
-    RingAddresses, of which x gives room to queries and weights meanwhile; it: slots taken before.
-    stamps: int64, of this instruction.
+    words: int32, of the instruction. memory: see RowMemory; reads flagged words of queries, keys
+    and values, writes those of the split's partials and, where the last block is its own, the new
+    position in the cache. position: of the step; flag: of what is read and written; eps, scale
+    (with log2(e)), min_blocks: as of run_row_steps. ring: RingAddresses, of which x gives room to
+    queries and weights meanwhile; it: slots taken before. stamps: int64, of this instruction.
     """
+    D: gl.constexpr = spec.head_dim
+    G: gl.constexpr = spec.num_queries
+    H: gl.constexpr = spec.num_heads
+    KVH: gl.constexpr = spec.num_kv_heads
+    STAGES: gl.constexpr = spec.stages
     HALVES: gl.constexpr = num_halves(D)
     COLUMNS: gl.constexpr = padded_half(D)
     SIZE: gl.constexpr = columns_a_thread(D, G)
@@ -300,10 +280,10 @@ def attention_task(
         value_slot = keep(it % STAGES)
         value_phase = keep(it // STAGES % 2)
         a, b = rotated_rows(
-            words, symmetric, vectors, rope, position, flag, eps, D, G, H, KVH, QK_NORM, ROTATED,
-            APART, WIDE,
+            words, memory.symmetric, memory.vectors, memory.rope, position, flag, eps, D, G, H, KVH,
+            spec.qk_norm, spec.rotated, spec.apart, spec.wide_norms,
         )  # fmt: skip
-        if TRACE:
+        if spec.trace:
             gl.store(stamps + 1, clock())
         a = a.to(gl.bfloat16)
         b = b.to(gl.bfloat16)
@@ -323,11 +303,11 @@ def attention_task(
                 cta_barrier()
             turn = number & 1
             biases = ()
-            if BIASED:
-                biases = load_biases(words, vectors, aims, block, position, H, G)
+            if spec.biased:
+                biases = load_biases(words, memory.vectors, aims, block, position, H, G)
             score_block(
                 ring, aims, turn, slot, phase, block, first, position, scale, biases, HALVES,
-                STAGES, SOFTCAP, BIASED,
+                STAGES, spec.softcap, spec.biased,
             )  # fmt: skip
             cta_barrier()
             outputs, m, l = add_values(
@@ -341,11 +321,11 @@ def attention_task(
             value_phase = it // STAGES % 2
             block += active
         it -= HALVES
-        if TRACE:
+        if spec.trace:
             gl.store(stamps + 2, clock())
-        write_partial(words, symmetric, partial_aims, outputs, m, l, flag, D, G)
+        write_partial(words, memory.symmetric, partial_aims, outputs, m, l, flag, D, G)
         if is_last != 0:
-            append_position(words, cache, position, a, b, D, G)
+            append_position(words, memory.cache, position, a, b, D, G)
             fence_all()
         cta_barrier()
     return it

@@ -254,8 +254,8 @@ def keep_normed(words, vectors, kept, sm, mean, factor, HAS_BIAS: gl.constexpr):
 
 @gluon.jit
 def stage_layer_norm(
-    words, symmetric, vectors, embed, row_id, kept, sm, flag, eps, inv_length, staged_at,
-    KEEPS_NORMED: gl.constexpr, RANKS: gl.constexpr,
+    words, memory, row_id, sm, flag, eps, inv_length, staged_at, KEEPS_NORMED: gl.constexpr,
+    RANKS: gl.constexpr,
 ):  # fmt: skip
     """x after its layer norm into shared memory, zeros past the last; at most STAGE_CHUNKS chunks.
     The mean is taken off before squares are summed, and before x is rounded.
@@ -267,16 +267,16 @@ def stage_layer_norm(
     shifts = ()
     for i in gl.static_range(STAGE_CHUNKS):
         word = first + i * WORDS_A_CHUNK
-        scales += pairs_at(vectors, weights, word, num_words)
-        shifts += pairs_at(vectors, weights + next_vector(2 * num_words), word, num_words)
+        scales += pairs_at(memory.vectors, weights, word, num_words)
+        shifts += pairs_at(memory.vectors, weights + next_vector(2 * num_words), word, num_words)
     if RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
-        row = embed + row_id.to(gl.int64) * (num_words * 2)
+        row = memory.embed + row_id.to(gl.int64) * (num_words * 2)
         pairs = ()
         for i in gl.static_range(STAGE_CHUNKS):
             pairs += pairs_at(row, 0, first + i * WORDS_A_CHUNK, num_words)
     else:
-        at = symmetric + (words[SRC] + first)
-        pairs = spin_chunks(symmetric, at, flag, num_words - first, STAGE_CHUNKS, RANKS)
+        at = memory.symmetric + (words[SRC] + first)
+        pairs = spin_chunks(memory.symmetric, at, flag, num_words - first, STAGE_CHUNKS, RANKS)
     total = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     for i in gl.static_range(2 * STAGE_CHUNKS):
         total += low_half(pairs[i]) + high_half(pairs[i])
@@ -296,7 +296,7 @@ def stage_layer_norm(
     store_x(staged_at, staged, STAGE_CHUNKS)
     if KEEPS_NORMED:  # noqa: SIM102  a constant
         if (words[LIN_PACKED] & KEEP_NORMED) != 0:
-            keep_normed(words, vectors, kept, sm, mean, factor, True)
+            keep_normed(words, memory.vectors, memory.kept, sm, mean, factor, True)
 
 
 @gluon.jit
@@ -406,48 +406,23 @@ def write_result(
 
 @gluon.jit
 def linear_task(
-    words,
-    symmetric,
-    vectors,
-    embed,
-    row_id,
-    kept,
-    flag,
-    sm,
-    best_words,
-    num_sms,
-    peers,
-    team_rank,
-    first_id,
-    eps,
-    squares,
-    red,
-    ring,
-    slots,
-    it,
-    stamps,
-    EXPERTS: gl.constexpr,
-    EPILOGUES: gl.constexpr,
-    LAYER_NORMS: gl.constexpr,
-    KEEPS_NORMED: gl.constexpr,
-    CHOICE: gl.constexpr,
-    GIVEN: gl.constexpr,
-    RANKS: gl.constexpr,
-    STAGES: gl.constexpr,
-    TRACE: gl.constexpr,
-    WIDE: gl.constexpr,
+    words, memory, team, row_id, flag, sm, eps, sums, ring, slots, it, stamps, spec: gl.constexpr
 ):
     """Stages x, then for each group of units multiplies and writes; returns the ring position.
 
-    words: int32, of the instruction. symmetric, vectors, embed, kept: see RowMemory; reads flagged
-    words of x and writes those of the result, and rows of `kept` that are this SM's. row_id: of
-    this step. flag: of what is written. best_words, num_sms, peers, team_rank, first_id, eps: as of
-    run_row_steps; parts of sums, logits and candidates go to all ranks. squares, red: shared memory
-    of ring.squares and ring.sums, as buffers. ring: RingAddresses; it: slots taken before; slots:
-    see route_task. stamps: int64, of this instruction. GIVEN: see sum_partials.
+    words: int32, of the instruction. memory: see RowMemory; reads flagged words of x and writes
+    those of the result, and rows of `kept` that are this SM's. team: parts of sums, logits and
+    candidates go to all ranks. row_id: of this step. flag: of what is written. eps: as of
+    run_row_steps. sums: see WarpSums. ring: RingAddresses; it: slots taken before; slots: see
+    route_task. stamps: int64, of this instruction.
 
     Where ids are sampled, a ranked linear only writes its logits, for SAMPLE.
     """
+    RANKS: gl.constexpr = spec.num_ranks
+    CHOICE: gl.constexpr = spec.choice
+    STAGES: gl.constexpr = spec.stages
+    EXPERTS: gl.constexpr = spec.experts
+    EPILOGUES: gl.constexpr = spec.epilogues
     PUSHES: gl.constexpr = RANKS > 1 and CHOICE != GREEDY and CHOICE != SAMPLED
     NUM: gl.constexpr = count(EPILOGUES)
     opcode = words[OPCODE]
@@ -466,31 +441,37 @@ def linear_task(
         wanted = row < limit
         num_tiles = keep(gl.minimum(num_units - number, GROUP_UNITS) * num_tiles_k)
         aims = aim(ring, it % STAGES)
-        bias = bias_of(words, vectors, number, row, wanted, has_pairs(EPILOGUES))
-        carry = carried(words, embed, row_id, kept, row, wanted, KEEPS_NORMED, RANKS)
+        bias = bias_of(words, memory.vectors, number, row, wanted, has_pairs(EPILOGUES))
+        carry = carried(
+            words, memory.embed, row_id, memory.kept, row, wanted, spec.keeps_normed, RANKS
+        )
         if most_carried(EPILOGUES) == 2:
             is_two = wanted & ((words[LIN_PACKED] & CARRY_TWO) != 0)
-            carry2 = gl.load(kept + words[LIN_PAIR_ROW] + row, mask=is_two, other=0.0)
+            carry2 = gl.load(memory.kept + words[LIN_PAIR_ROW] + row, mask=is_two, other=0.0)
         taken = take_tiles(ring, aims, num_tiles, (it // STAGES) & 1, STAGES)
         if number == 0:
             before = flag - ((words[LIN_PACKED] << DELTA_SHIFT) >> (2 * DELTA_SHIFT))
-            if LAYER_NORMS and (words[LIN_PACKED] & LAYER_NORM) != 0:
+            if spec.layer_norms and (words[LIN_PACKED] & LAYER_NORM) != 0:
                 stage_layer_norm(
-                    words, symmetric, vectors, embed, row_id, kept, sm, before, eps, inv_length,
-                    aims[0], KEEPS_NORMED, RANKS,
+                    words, memory, row_id, sm, before, eps, inv_length, aims[0], spec.keeps_normed,
+                    RANKS,
                 )  # fmt: skip
             elif RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
-                ss = stage_embedding(words, embed, row_id, vectors, aims[0], WIDE)
+                ss = stage_embedding(
+                    words, memory.embed, row_id, memory.vectors, aims[0], spec.wide_norms
+                )
             else:
-                ss = stage_flagged(words, symmetric, vectors, before, aims[0], RANKS, WIDE)
-            if TRACE:
+                ss = stage_flagged(
+                    words, memory.symmetric, memory.vectors, before, aims[0], RANKS, spec.wide_norms
+                )
+            if spec.trace:
                 gl.store(stamps + 1, clock())
         alarm = gl.to_tensor(NO_REPORT)
         if RANKS > 1:
             for i in gl.static_range(NUM):
                 if is_pushed(EPILOGUES, i, PUSHES):  # noqa: SIM102  a constant
                     if opcode == i:
-                        alarm = read_alarm(symmetric)
+                        alarm = read_alarm(memory.symmetric)
         folded = gl.where((number == 0) & is_folded, 0, -1)
         multiply_tiles(ring, aims, taken, num_tiles, num_tiles_k, ss, folded, STAGES)
         it += num_tiles
@@ -500,22 +481,22 @@ def linear_task(
                 if field(EPILOGUES, i, "ranked"):  # noqa: SIM102  a constant
                     # logits are the last that others get, so none may follow from an x that is void
                     if (opcode == i) & (number == 0):
-                        alarm = read_alarm(symmetric)
-        if TRACE:  # noqa: SIM102  a constant
+                        alarm = read_alarm(memory.symmetric)
+        if spec.trace:  # noqa: SIM102  a constant
             if number == 0:
                 gl.store(stamps + 2, clock())
-        y = sum_warps(red)
-        factor = gl.rsqrt(gl.sum(squares.load(EVERY_WARP), axis=0) * inv_length + eps)
+        y = sum_warps(sums.rows)
+        factor = gl.rsqrt(gl.sum(sums.squares.load(EVERY_WARP), axis=0) * inv_length + eps)
         y = y * gl.where(is_folded, factor, 1.0) + bias
-        if KEEPS_NORMED:  # noqa: SIM102  a constant
+        if spec.keeps_normed:  # noqa: SIM102  a constant
             if is_folded & (number == 0) & ((words[LIN_PACKED] & KEEP_NORMED) != 0):
-                keep_normed(words, vectors, kept, sm, 0.0, factor, False)
+                keep_normed(words, memory.vectors, memory.kept, sm, 0.0, factor, False)
         for i in gl.static_range(NUM):
             if opcode == i:
                 STREAMS: gl.constexpr = field(EPILOGUES, i, "num_streams")
                 TREE: gl.constexpr = field(EPILOGUES, i, "formula")
                 if field(EPILOGUES, i, "summed"):
-                    push_partial(words, peers, team_rank, row0, limit, y, flag, alarm, RANKS)
+                    push_partial(words, team.peers, team.rank, row0, limit, y, flag, alarm, RANKS)
                 elif STREAMS == 2:
                     pairs = gl.reshape(y, [GROUP_UNITS // 2, 2, UNIT_ROWS])
                     first, second = gl.split(
@@ -531,9 +512,9 @@ def linear_task(
                     half = gl.arange(0, GROUP_ROWS // 2, layout=TWOS) + row0 // 2
                     write_result(
                         words,
-                        symmetric,
-                        peers,
-                        kept,
+                        memory.symmetric,
+                        team.peers,
+                        memory.kept,
                         row0 // 2,
                         half,
                         limit // 2,
@@ -553,7 +534,7 @@ def linear_task(
                     else:
                         y1 = evaluate(TREE, (y, carry))
                     if field(EPILOGUES, i, "ranked"):
-                        gl.store(kept + words[LIN_KEEP] + row, y1, mask=wanted)
+                        gl.store(memory.kept + words[LIN_KEEP] + row, y1, mask=wanted)
                         if CHOICE == GREEDY:
                             better = wanted & (y1 > best)
                             best = gl.where(better, y1, best)
@@ -561,14 +542,14 @@ def linear_task(
                         elif PUSHES:
                             num_rows = gl.minimum(num_units - number, GROUP_UNITS) * UNIT_ROWS
                             push_logits(
-                                words, peers, row0, num_rows, wanted, y1, flag, alarm, RANKS
+                                words, team.peers, row0, num_rows, wanted, y1, flag, alarm, RANKS
                             )
                     else:
                         write_result(
                             words,
-                            symmetric,
-                            peers,
-                            kept,
+                            memory.symmetric,
+                            team.peers,
+                            memory.kept,
                             row0,
                             row,
                             limit,
@@ -588,14 +569,14 @@ def linear_task(
                     value = gl.max(best, axis=0)
                     index = gl.min(gl.where(best == value, best_row, 0x7FFFFFFF), axis=0)
                     push_best(
-                        symmetric,
-                        peers,
-                        team_rank,
-                        best_words,
-                        num_sms,
+                        memory.symmetric,
+                        team.peers,
+                        team.rank,
+                        team.best_words,
+                        team.num_sms,
                         sm,
                         value,
-                        first_id + index,
+                        team.first_id + index,
                         flag,
                         RANKS,
                     )
@@ -603,15 +584,15 @@ def linear_task(
             if opcode == i:
                 sum_partials(
                     words,
-                    symmetric,
-                    embed,
-                    kept,
+                    memory.symmetric,
+                    memory.embed,
+                    memory.kept,
                     flag,
                     flag - words[GENERATION],
                     field(EPILOGUES, i, "formula"),
                     field(EPILOGUES, i, "num_carried"),
                     field(EPILOGUES, i, "publishes"),
-                    GIVEN,
+                    spec.given,
                     RANKS,
                 )
     return it
