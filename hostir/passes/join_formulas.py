@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from distmega.hostir.ir.nodes import LibraryOp, Node
 from distmega.hostir.passes.fused_kinds import is_product, op_exprs
-from distmega.hostir.passes.joining import is_handed_on, join_ops, last_work, take
+from distmega.hostir.passes.joining import Both, join_ops, with_last
 from distmega.program.kinds import kind_of
 from distmega.program.ops.axis_views import is_plain
 from distmega.program.ops.parts import make_op
@@ -21,23 +21,17 @@ def join_formulas(
     body: Sequence[Node], buffers: Mapping[str, Tensor], outputs: Sequence[str]
 ) -> tuple[Node, ...]:
     """The body, loops included, with such products."""
-    return join_ops(body, buffers, outputs, _join)
+    return join_ops(body, buffers, outputs, with_last(_join))
 
 
-def _join(
-    above: list[Node], node: LibraryOp, buffers: Mapping[str, Tensor], uses: Mapping[str, int]
-) -> Node:
-    """The product that does `node` too, taken from `above` with its result; or the node."""
-    at = last_work(above)
-    product = above[at] if at >= 0 else None
-    if not isinstance(product, LibraryOp) or not is_product(product.op):
-        return node
-    gone = product.op.writes[0].tensor
-    joined = _joined(product.op, node.op, buffers)
-    if joined is None or not is_handed_on(gone, buffers, uses):
-        return node
-    take(above, {at}, {gone})
-    return LibraryOp(op=joined)
+def _join(first: Node, op: Op, buffers: Mapping[str, Tensor]) -> Both | None:
+    """The product that does the op too."""
+    if not isinstance(first, LibraryOp) or not is_product(first.op):
+        return None
+    joined = _joined(first.op, op, buffers)
+    if joined is None:
+        return None
+    return Both(LibraryOp(op=joined), gone=first.op.writes[0].tensor)
 
 
 def _joined(product: Op, op: Op, buffers: Mapping[str, Tensor]) -> Op | None:

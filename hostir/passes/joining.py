@@ -6,16 +6,28 @@ loops included. Used by the passes of JOINS (../lower/lower.py). Next: norm_sums
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from distmega.hostir.ir.nodes import Allocate, ForLoop, LibraryOp, Node, walk_nodes
 from distmega.hostir.ir.uses import named_buffers
-from distmega.program.types import Tensor
+from distmega.program.types import Op, Tensor
 
 Join = Callable[[list[Node], LibraryOp, Mapping[str, Tensor], Mapping[str, int]], Node]
 """Called with the nodes above an op in its body, from which it may take some away, the op, the
 buffers, and how many nodes name each; gives what stands in place of the op.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """A node that does what two did, of which the first made `gone` for the second."""
+
+    node: Node
+    gone: str
+
+
+JoinLast = Callable[[Node, Op, Mapping[str, Tensor]], Both | None]
+"""Called with a node, an op behind it and the buffers; None where they stay two."""
 
 
 def join_ops(
@@ -40,6 +52,22 @@ def _joined(
             node = join(out, node, buffers, uses)
         out.append(node)
     return tuple(out)
+
+
+def with_last(join: JoinLast) -> Join:
+    """Joins an op with the last node above it that works, whose result nobody else takes."""
+
+    def joined(
+        above: list[Node], node: LibraryOp, buffers: Mapping[str, Tensor], uses: Mapping[str, int]
+    ) -> Node:
+        at = last_work(above)
+        both = join(above[at], node.op, buffers) if at >= 0 else None
+        if both is None or not is_handed_on(both.gone, buffers, uses):
+            return node
+        take(above, {at}, {both.gone})
+        return both.node
+
+    return joined
 
 
 def last_work(above: Sequence[Node]) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, cast
 
-from distmega.hostir.ir.nodes import LibraryOp, Node
+from distmega.hostir.ir.nodes import Node
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm
-from distmega.hostir.passes.joining import is_handed_on, join_ops, last_work, take
+from distmega.hostir.passes.joining import Both, join_ops, with_last
 from distmega.program.types import Index, Op, Tensor
 
 
@@ -20,23 +20,17 @@ def norm_sums(
     body: Sequence[Node], buffers: Mapping[str, Tensor], outputs: Sequence[str]
 ) -> tuple[Node, ...]:
     """The body, loops included, with such products."""
-    return join_ops(body, buffers, outputs, _join)
+    return join_ops(body, buffers, outputs, with_last(_join))
 
 
-def _join(
-    above: list[Node], node: LibraryOp, buffers: Mapping[str, Tensor], uses: Mapping[str, int]
-) -> Node:
-    """The product that does `node` too, taken from `above` with its result; or the node."""
-    at = last_work(above)
-    product = above[at] if at >= 0 else None
-    if not isinstance(product, FusedMatmul) or product.norm is not None:
-        return node
-    gone = product.out
-    norm = _norm_of(product, node.op, buffers)
-    if norm is None or not is_handed_on(gone, buffers, uses):
-        return node
-    take(above, {at}, {gone})
-    return replace(product, out=node.op.writes[0].tensor, norm=norm)
+def _join(first: Node, op: Op, buffers: Mapping[str, Tensor]) -> Both | None:
+    """The product that does the op too."""
+    if not isinstance(first, FusedMatmul) or first.norm is not None:
+        return None
+    norm = _norm_of(first, op, buffers)
+    if norm is None:
+        return None
+    return Both(replace(first, out=op.writes[0].tensor, norm=norm), gone=first.out)
 
 
 def _norm_of(product: FusedMatmul, op: Op, buffers: Mapping[str, Tensor]) -> SumNorm | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distmega.hostir.ir.nodes import LibraryOp, Node
-from distmega.hostir.passes.joining import is_handed_on, join_ops, last_work, take
+from distmega.hostir.passes.joining import Both, join_ops, with_last
 from distmega.program.kinds import kind_of
 from distmega.program.ops.axis_views import is_plain
 from distmega.program.types import Access, Op, Tensor, accesses
@@ -20,23 +20,18 @@ def order_results(
     body: Sequence[Node], buffers: Mapping[str, Tensor], outputs: Sequence[str]
 ) -> tuple[Node, ...]:
     """The body, loops included, with such attentions."""
-    return join_ops(body, buffers, outputs, _order)
+    return join_ops(body, buffers, outputs, with_last(_order))
 
 
-def _order(
-    above: list[Node], node: LibraryOp, buffers: Mapping[str, Tensor], uses: Mapping[str, int]
-) -> Node:
-    """The attention that does `node` too, taken from `above` with its result; or the node."""
-    at = last_work(above)
-    attention = above[at] if at >= 0 else None
-    if not isinstance(attention, LibraryOp) or not _writes_any_order(attention.op):
-        return node
-    gone = attention.op.writes[0].tensor
-    write = _reordered(attention.op.writes[0], node.op, buffers)
-    if write is None or not is_handed_on(gone, buffers, uses):
-        return node
-    take(above, {at}, {gone})
-    return LibraryOp(op=replace(attention.op, writes=(write,)))
+def _order(first: Node, op: Op, buffers: Mapping[str, Tensor]) -> Both | None:
+    """The attention that does the op too."""
+    if not isinstance(first, LibraryOp) or not _writes_any_order(first.op):
+        return None
+    made = first.op.writes[0]
+    write = _reordered(made, op, buffers)
+    if write is None:
+        return None
+    return Both(LibraryOp(op=replace(first.op, writes=(write,))), gone=made.tensor)
 
 
 def _writes_any_order(op: Op) -> bool:
