@@ -5,7 +5,7 @@ SteppingRunner, as one_row/runner.py's for one row. Next on the walk: kernel.py.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,19 +35,18 @@ from distmega.kernels.hopper.batch_plan.words import (
 from distmega.kernels.hopper.diagnosis import explain_batch_hang
 from distmega.kernels.hopper.one_row.runner import (
     CACHE_ROWS,
-    MAX_STEPS,
     choice_of,
     describe,
     describe_cache,
     launcher_of,
     open_symmetric,
     padded_logits,
-    require_steps,
 )
 from distmega.kernels.hopper.plan.encoded import pack_queues
 from distmega.kernels.hopper.plan.types import NO_ATTENTION
 from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE
-from distmega.kernels.hopper.timeline import batch_spans
+from distmega.kernels.hopper.steps import MAX_STEPS, HopperSteps, require_steps
+from distmega.kernels.hopper.timeline import Stamps, batch_spans
 from distmega.kernels.powers import LOG2_E
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
@@ -63,10 +62,10 @@ HALF_TILE = 1, 64
 """Slices and rows that a load of a BatchProduct brings: half of what a ring slot has."""
 
 
-class BatchRunner:
+class BatchRunner(HopperSteps):
     """The kernel of several rows bound to the memory of one GPU."""
 
-    replays = True
+    num_stamps = BATCH_STAMPS
 
     def __init__(
         self,
@@ -136,16 +135,6 @@ class BatchRunner:
         self._steps = self._launcher()
         self._tracing: Launcher | None = None
 
-    def launch(self, tensors: Mapping[str, Tensor]) -> None:
-        """One step; `tensors` are segment_args of the segment by name, outputs are written."""
-        self._launch(tensors, None)
-
-    def trace_launch(self, tensors: Mapping[str, Tensor]) -> list[Span]:
-        """As RowRunner's."""
-        stamps = self._stamps(1)
-        self._launch(tensors, stamps)
-        return self._timeline(stamps)
-
     def _launch(self, tensors: Mapping[str, Tensor], stamps: Tensor | None) -> None:
         queues = self.queues
         self._num_sequences = queues.batch
@@ -213,23 +202,6 @@ class BatchRunner:
         self._run(num_steps)
         return self._ids[:num_steps, : self._num_sequences]
 
-    def trace(self, num_steps: int) -> list[Span]:
-        """As RowRunner's."""
-        require_steps(num_steps)
-        stamps = self._stamps(num_steps)
-        self._run(num_steps, stamps)
-        return self._timeline(stamps)
-
-    def _stamps(self, num_steps: int) -> Tensor:
-        """Memory for those of steps."""
-        shape = num_steps, *self._words.shape[:2], BATCH_STAMPS
-        return torch.zeros(shape, dtype=torch.int64, device=self._words.device)
-
-    def _timeline(self, stamps: Tensor) -> list[Span]:
-        found = stamps.tolist()
-        self.raise_hang()
-        return list(batch_spans(self.queues, found, self._team.team_rank if self._team else 0))
-
     @property
     def num_hits(self) -> int:
         """Experts whose weights were read: of each choice those that some row chose, over all
@@ -237,20 +209,17 @@ class BatchRunner:
         """
         return int(self._state[STATE_HITS])
 
-    def await_launch(self, done: torch.cuda.Event) -> None:
-        """See SteppingRunner; waits within the kernel are bounded."""
-        done.synchronize()
-        self.raise_hang()
+    def _spans(self, stamps: Stamps) -> Iterator[Span]:
+        return batch_spans(self.queues, stamps, self._team_rank)
 
     def raise_hang(self) -> None:
-        """As RowRunner's; events and arrivals are what they ought to be after it."""
+        """See HopperSteps; events and arrivals are what they ought to be after it."""
         if report := self._alarm.take():
             events = self._report[2 * EVENTS_AT : 2 * self.queues.first_word]
             epoch, num_sms = self._state[STATE_EPOCH], len(self.queues.queues)
             events.view(-1, EVENT_WORDS)[:, 0] = epoch * num_sms
             self._arrivals.zero_()
-            team_rank = self._team.team_rank if self._team else 0
-            raise explain_batch_hang(self.queues, report, self._alarm.limit_s, team_rank)
+            raise explain_batch_hang(self.queues, report, self._alarm.limit_s, self._team_rank)
 
     def _set_ids(self, ids: Tensor, bound: int | None = None) -> None:
         """Puts the ids, below `bound`, where the kernel looks for those of the step before."""

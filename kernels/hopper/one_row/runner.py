@@ -6,14 +6,13 @@ states are used where they lie, so library ops of the same program share them. N
 ../../runtime/relaunch.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from distmega.errors import RequestError
 from distmega.kernels.hopper.diagnosis import explain_hang
 from distmega.kernels.hopper.one_row import kernel
 from distmega.kernels.hopper.one_row.arguments import QueueMemory, RowMemory, RowSpec
@@ -47,7 +46,8 @@ from distmega.kernels.hopper.plan.words import (
     STATE_WORDS,
 )
 from distmega.kernels.hopper.ptx.shapes import THREADS, TILE_SHARED, WEIGHT_SHARED
-from distmega.kernels.hopper.timeline import timeline_spans
+from distmega.kernels.hopper.steps import MAX_STEPS, HopperSteps, require_steps
+from distmega.kernels.hopper.timeline import Stamps, timeline_spans
 from distmega.kernels.powers import LOG2_E
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
@@ -60,7 +60,6 @@ from distmega.program.ops.lookups import bounded_inputs
 from distmega.program.types import Program
 from distmega.trace_file import Span
 
-MAX_STEPS = 4096
 CACHE_ROWS = 128
 """Of what stands for the cache where there is none: a block."""
 
@@ -84,10 +83,10 @@ def most_passes(most_rows: int) -> int:
     return -(-max(most_rows, 1) // num_threads)
 
 
-class RowRunner:
+class RowRunner(HopperSteps):
     """The kernel of one row bound to the memory of one GPU."""
 
-    replays = True
+    num_stamps = STAMPS
 
     def __init__(
         self,
@@ -139,16 +138,6 @@ class RowRunner:
         self._first = CONTINUED
         self._launchers: dict[bool, Launcher] = {}
         self._no_stamps = torch.zeros(1, dtype=torch.int64, device=device)
-
-    def launch(self, tensors: Mapping[str, Tensor]) -> None:
-        """One step; `tensors` are segment_args of the segment by name, outputs are written."""
-        self._launch(tensors, None)
-
-    def trace_launch(self, tensors: Mapping[str, Tensor]) -> list[Span]:
-        """As launch, but gives its timeline, on the GPU's clock, once it has ended."""
-        stamps = self._stamps(1)
-        self._launch(tensors, stamps)
-        return self._timeline(stamps)
 
     def _launch(self, tensors: Mapping[str, Tensor], stamps: Tensor | None) -> None:
         queues = self.queues
@@ -208,40 +197,15 @@ class RowRunner:
         self._run(num_steps)
         return self._ids[:num_steps, None]
 
-    def trace(self, num_steps: int) -> list[Span]:
-        """As run_steps, but gives the timeline of the steps, on the GPU's clock."""
-        require_steps(num_steps)
-        stamps = self._stamps(num_steps)
-        self._run(num_steps, stamps)
-        return self._timeline(stamps)
-
-    def _stamps(self, num_steps: int) -> Tensor:
-        """Memory for those of steps."""
-        shape = num_steps, *self._words.shape[:2], STAMPS
-        return torch.zeros(shape, dtype=torch.int64, device=self._words.device)
-
-    def _timeline(self, stamps: Tensor) -> list[Span]:
-        found = stamps.tolist()
-        self.raise_hang()
-        return list(timeline_spans(self.queues, found, self._team_rank))
-
-    def await_launch(self, done: torch.cuda.Event) -> None:
-        """See SteppingRunner; waits within the kernel are bounded."""
-        done.synchronize()
-        self.raise_hang()
+    def _spans(self, stamps: Stamps) -> Iterator[Span]:
+        return timeline_spans(self.queues, stamps, self._team_rank)
 
     def raise_hang(self) -> None:
-        """HangError if a wait of an earlier launch has expired: what that launch gave is void. To
-        be asked once its results have come; costs nothing.
-        """
+        """See HopperSteps."""
         if report := self._alarm.take():
             raise explain_hang(
                 self.queues, report, limit_s=self._alarm.limit_s, rank=self._team_rank
             )
-
-    @property
-    def _team_rank(self) -> int:
-        return self._team.team_rank if self._team else 0
 
     def prepare(self) -> None:
         """See SteppingRunner."""
@@ -334,16 +298,6 @@ def launcher_of(kernel: triton.JITFunction, num_sms: int, spec: object) -> Launc
         launch_cooperative_grid=True,
         enable_fp_fusion=True,
     )
-
-
-def require_steps(num_steps: int) -> None:
-    """RequestError for more steps than a launch takes."""
-    if not 1 <= num_steps <= MAX_STEPS:
-        raise RequestError(
-            f"{num_steps} steps in one launch",
-            expected=f"1 to {MAX_STEPS}",
-            remedy="launch more often",
-        )
 
 
 def open_symmetric(
