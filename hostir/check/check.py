@@ -47,8 +47,8 @@ def check_host(programs: HostProgram | Sequence[HostProgram]) -> None:
             if one.excludes(other):
                 _check_apart(graph, one, other, before)
     for counts in graph.counts.values():
-        for one, other in pairwise(counts):
-            _check_counted(graph, one, other, before)
+        for earlier, later in pairwise(counts):
+            _check_counted(graph, earlier, later, before)
     for accesses in graph.accesses.values():
         _check_buffer(graph, accesses, before)
 
