@@ -2,6 +2,7 @@
 compiled for sm_90a and kept, and nothing runs.
 """
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,8 +16,8 @@ from triton.runtime import driver
 from tests.kernels.sm90 import SHARED_BYTES, Machine, read_machine
 
 NUM_SMS = 132
-DEVICE = 90
-"""Index of the stand-in, that of no real device, whose kernels Triton keeps apart."""
+_indices = itertools.count(90)
+"""Of stand-ins, none that of a real device: Triton keeps the kernels of each apart."""
 
 
 class _Utils:
@@ -44,8 +45,11 @@ class _Driver:
     utils = _Utils()
     launcher_cls = _Launcher
 
+    def __init__(self) -> None:
+        self._index = next(_indices)
+
     def get_current_device(self) -> int:
-        return DEVICE
+        return self._index
 
     def get_current_stream(self, device: int) -> int:
         return 0
