@@ -35,7 +35,8 @@ class Calls:
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._number = 0
-        self._modes: list[AbstractContextManager[None]] = []
+        self._modes: list[AbstractContextManager[None] | None] = []
+        """Of the calls that are under way, one within the other; None costs a token nothing."""
         self.are_over = False
         """Whether the engine is closed."""
 
@@ -64,8 +65,10 @@ class Calls:
                 remedy="take turns with a lock, or put prompts into one batch (generate_all)",
             )
         self._number += 1
-        self._modes.append(ordinary_tensors())
-        self._modes[-1].__enter__()
+        mode = ordinary_tensors() if torch.is_inference_mode_enabled() else None
+        if mode is not None:
+            mode.__enter__()
+        self._modes.append(mode)
 
     def __exit__(
         self,
@@ -73,8 +76,10 @@ class Calls:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        mode = self._modes.pop()
         try:
-            self._modes.pop().__exit__(kind, error, trace)
+            if mode is not None:
+                mode.__exit__(kind, error, trace)
         finally:
             self._lock.release()
 
