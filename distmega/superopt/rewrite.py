@@ -64,12 +64,14 @@ def graph_program(graph: UGraph) -> Program:
                     expected="ops that ordinary ops can do without copies",
                     remedy="run the graph as a kernel",
                 )
-            is_output = op.name in graph.outputs
             same = [known[name].dims for name in graph.outputs if known[name].axes == op.axes]
-            dims = known[op.name].dims if is_output else tuple((axis,) for axis in op.axes)
-            if same and not is_output:
-                dims = same[0]  # with its dims of one element, as what is made of it has them
-            mine = known[op.name].dtype if is_output else dtype
+            if op.name in known:  # others load it by these
+                dims = known[op.name].dims
+            elif same:  # with its dims of one element, as what is made of it has them
+                dims = same[0]
+            else:
+                dims = tuple((axis,) for axis in op.axes)
+            mine = known[op.name].dtype if op.name in graph.outputs else dtype
             tensors.append(_tensor(op.name, dims, mine, extents, "temp"))
             args = _in_order(op, values) if op.kind == "contract" else op.args
             ops.append(_op(op, [values[arg] for arg in args], dims, extents))

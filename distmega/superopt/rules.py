@@ -7,14 +7,15 @@ of what was proven and of the code that proved it. Comes in, goes out: Rules. Ne
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from distmega.arguments import require_type
+from distmega.arguments import is_number, require_type, shown
 from distmega.errors import DistmegaError, RequestError
 from distmega.json_file import parse_json_text
 from distmega.program.text import parse_program, print_program
@@ -25,7 +26,6 @@ from distmega.whole_file import naming_unwritable, replace_text, require_writabl
 
 VERSION = 5
 """Of the file's form, of uGraphs' text and of what a proof means."""
-LAUNCH_NUMBERS = 3
 
 
 SHIPPED = Path(__file__).with_name("rules.json")
@@ -98,7 +98,7 @@ def read_rules(path: str | PathLike[str]) -> list[RewriteRule]:
         raise _refused(path, "it was edited, its digest does not fit")
     try:
         rules = [_decode(rule) for rule in body["rules"]]
-    except (DistmegaError, KeyError, TypeError, ValueError) as error:
+    except (DistmegaError, ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise _refused(path, f"a rule can't be read ({error})") from error
     return rules
 
@@ -129,14 +129,38 @@ def _encode(rule: RewriteRule) -> dict[str, object]:
 
 def _decode(body: dict[str, Any]) -> RewriteRule:
     proof = dict(body["proof"])
-    proof["extents"] = tuple((str(a), int(n)) for a, n in proof["extents"])
+    proof["extents"] = tuple(map(tuple, proof["extents"]))
     for name in ("uninterpreted", "free", "constants"):
         proof[name] = tuple(proof[name])
-    launches = tuple(tuple(map(int, launch)) for launch in body["launches"])
-    if any(len(launch) != LAUNCH_NUMBERS for launch in launches):
-        raise ValueError(f"launches {launches}")
     graph = "\n".join(body["graph"]) + "\n"
     parse_graph(graph)
-    program = parse_program("\n".join(body["program"]))
-    made = {"program": program, "graph": graph, "proof": Proof(**proof), "launches": launches}
-    return RewriteRule(**{**body, **made})
+    made = {
+        "program": parse_program("\n".join(body["program"])),
+        "graph": graph,
+        "proof": Proof(**proof),
+        "launches": tuple(map(tuple, body["launches"])),
+    }
+    rule = RewriteRule(**{**body, **made})
+    for part in (rule, rule.proof):
+        for name, kind in _annotated(type(part)).items():
+            if not _is_of(getattr(part, name), kind):
+                raise ValueError(f"{name} {shown(getattr(part, name))}")
+    return rule
+
+
+@cache
+def _annotated(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """Whether a value is of an annotated type, and numbers are finite."""
+    each = get_args(kind)
+    if each:
+        if not isinstance(value, tuple):
+            return False
+        kinds = each[:1] * len(value) if each[-1] is Ellipsis else each
+        return len(kinds) == len(value) and all(map(_is_of, value, kinds))
+    if kind is float:
+        return is_number(value) and math.isfinite(value)
+    return type(value) is kind

@@ -100,6 +100,35 @@ def test_edited_file_is_refused_whole(tmp_path: Path, norm_rules: list[RewriteRu
         read_rules(path)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", 5),
+        ("as_ops", "no"),
+        ("program_us", "x"),
+        ("graph_us", [1]),
+        ("measured_us", True),
+        ("library_us", 10**400),
+        ("launches", ((float("inf"), 1, 1),)),
+        ("launches", ((4, 2),)),
+        ("tests", "many"),
+        ("worst", float("nan")),
+        ("extents", (("a", float("inf")),)),
+        ("constants", ({},)),
+    ],
+)
+def test_what_is_of_another_type_is_refused(
+    tmp_path: Path, norm_rules: list[RewriteRule], field: str, value: object
+):
+    """Though the digest is right."""
+    path, rule = tmp_path / "rules.json", norm_rules[0]
+    part = rule if hasattr(rule, field) else rule.proof
+    changed = replace(part, **{field: value})
+    write_rules(path, [changed if part is rule else replace(rule, proof=changed)])
+    with pytest.raises(RequestError, match=r"a rule can't be read"):
+        read_rules(path)
+
+
 def test_missing_file_and_folder_are_named(tmp_path: Path, norm_rules: list[RewriteRule]):
     with pytest.raises(RequestError, match="can't be read"):
         read_rules(tmp_path / "none.json")
@@ -254,6 +283,46 @@ def test_a_changed_state_is_not_read_later(norm_rules: list[RewriteRule]):
     p.set(p.input("new", (4, 256)), into=s)
     program = p.build(p.linear(h, p.weight("w", (512, 256))))
     assert apply_rules(program, norm_rules) == program
+
+
+def test_a_kernel_loads_what_another_stored_as_it_lies():
+    """In one dim, where the output has one more, of one element."""
+    graph = parse_graph(
+        """
+ugraph stored
+  axis k:3
+  axis n:2
+  input y: f32[1, k]
+  weight w: f32[n, k]
+  temp v: f32[n]
+  temp z: f32[1, n]
+  kernel k0 grid n:2
+    load y = y(1, k) imap - fmap -
+    load w = w(n, k) imap 0 fmap -
+    before v = contract[n] y w over k
+    store v omap 0 fmap -
+  kernel k1 grid n:2
+    load v = v(n) imap 0 fmap -
+    before z = map[n] 'abs(a0)' v
+    store z omap 1 fmap -
+  return z
+"""
+    )
+    y, w = torch.randn(1, 3), torch.randn(2, 3)
+    (z,) = run(graph_program(graph), {"y": y, "w": w})
+    torch.testing.assert_close(z, (y @ w.T).abs())
+
+
+def test_ops_that_no_output_needs_are_left_out():
+    p = ProgramBuilder("unused")
+    x, g = p.input("x", (4, 6)), p.weight("g", (6,))
+    p.rms_norm(x, g, 1e-5)
+    program = p.build(x.map("a0 * 2").map("exp(a0)"))
+    (rule,) = rules_of(program)
+    assert [op.kind for op in rule.program.ops] == ["pointwise", "pointwise"]
+    assert "g" not in rule.program.tensor_map()
+    (applied,) = apply_rules(program, [rule], lambda one: len(one.ops)).ops[1:]
+    assert applied.attr("expr") == "exp((a0 * 2.0))"
 
 
 def test_joined_operands_are_no_ordinary_ops():
