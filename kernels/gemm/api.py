@@ -11,6 +11,7 @@ Next: overlap.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -372,8 +373,7 @@ def _choose(
         if forced and not problem:
             return tiles_choice(collective, extents, rates)
         if forced is None and extents.num_ranks > 1:
-            alone = not read_settings().share_gpus
-            return choose_means(collective, extents, rates, beside=alone)
+            return choose_means(collective, extents, rates, beside=_have_own_gpus())
     else:
         problem = "bf16 on Hopper GPUs"
     if forced:
@@ -385,6 +385,12 @@ def _choose(
             remedy="pad the rows, or leave overlap out",
         )
     return MatmulChoice(means="nccl", us=0.0)
+
+
+@cache
+def _have_own_gpus() -> bool:
+    """Whether ranks share none. Asked once, since reading all settings takes longer than a call."""
+    return not read_settings().share_gpus
 
 
 def _on_hopper(x: Tensor) -> bool:
