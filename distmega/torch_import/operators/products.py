@@ -137,11 +137,14 @@ def convolution(
     if own and len(window) == 1 and window[0] <= MAX_TAPS and set(stride) == {1} and not transposed:
         x = constant_pad_nd(b, input, (padding[0], padding[0]))
         return _by_taps(b, x, weight, bias, dilation[0])
-    steps = tuple(stride) * (len(window) if len(stride) == 1 else 1)
+    steps, between = (
+        tuple(each) * (len(window) if len(each) == 1 else 1) for each in (stride, dilation)
+    )
+    dense = all(taps == 1 or step == 1 for taps, step in zip(window, between, strict=True))
     apart = steps == window and all(
         size % step == 0 for size, step in zip(sizes, steps, strict=True)
     )
-    if transposed or groups != 1 or any(padding) or not apart:
+    if transposed or groups != 1 or any(padding) or not (apart and dense):
         return NotImplemented
     positions, inner = [f"y{n}" for n in range(len(window))], [f"z{n}" for n in range(len(window))]
     split = [n for size, step in zip(sizes, steps, strict=True) for n in (size // step, step)]

@@ -161,6 +161,13 @@ def test_convolutions_of_single_channels_are_expressions():
     assert not opaque_of(*functions, args=(X,))
 
 
+def test_convolutions_of_windows_with_gaps_stay_with_torch():
+    w, one = torch.randn(3, 4, 2), torch.randn(3, 4, 1)
+    gaps = opaque_of(lambda x: F.conv1d(x, w, stride=2, dilation=2), args=(X,))
+    assert gaps == {"aten.convolution.default"}
+    assert not opaque_of(lambda x: F.conv1d(x, one, dilation=3), args=(X,))
+
+
 def test_bits_that_are_read_as_another_type():
     functions = [
         lambda x: (x.view(torch.int32) + 1, (x + 1).view(torch.float64), x.view(torch.float32)),
