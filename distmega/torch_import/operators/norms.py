@@ -10,6 +10,7 @@ import torch
 
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.program.builder import Handle
+from distmega.program.dtypes import HALVES
 from distmega.torch_import.operators.build import Build
 from distmega.torch_import.operators.table import rule
 from distmega.torch_import.operators.values import Constant, TensorValue, Value
@@ -67,7 +68,7 @@ def rms_norm(
     if weight is None:
         weight = Constant(torch.ones(tuple(normalized_shape), dtype=torch_dtype(b.dtype)))
     if eps is None:
-        eps = torch.finfo(torch_dtype(b.dtype)).eps
+        eps = torch.finfo(torch_dtype("f32" if b.dtype in HALVES else b.dtype)).eps
     found = b.p.rms_norm(b.handle(input), b.handle(weight), float(eps), name=b.name())
     return found if len(b.results) == 1 else [found, None]
 

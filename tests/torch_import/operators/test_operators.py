@@ -134,6 +134,12 @@ def test_norms_and_attention():
     assert not opaque_of(*functions, args=(q, k, mask))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_norm_without_epsilon_has_the_one_of_the_type_it_is_computed_in(dtype: torch.dtype):
+    x = (X * 1e-3).to(dtype)
+    assert not opaque_of(lambda x: F.rms_norm(x, (6,)), args=(x,))
+
+
 def test_what_has_no_rule_is_run_by_torch():
     found = opaque_of(
         lambda x, i: x.round(),
