@@ -151,10 +151,11 @@ def argmax(b: Build, self: TensorValue, dim: int | None = None, keepdim: bool = 
 
 @rule("max.dim")
 def max_dim(b: Build, self: TensorValue, dim: int, keepdim: bool = False) -> Value:
+    """The largest and the first place where it is, a NaN if there is one, as torch has it."""
     if b.dtype == "bool":
         return NotImplemented
-    values, chosen = b.p.topk(b.handle(b.to_last(self, dim)), 1, name=b.name())
-    return [b.reshape(values, b.shape), b.reshape(chosen, b.shape)]
+    chosen = b.p.argmax(b.handle(b.to_last(self, dim)), name=b.name())
+    return [b.reshape(found, b.shape) for found in (b.p.value_of(chosen), chosen)]
 
 
 @rule("linalg_vector_norm")

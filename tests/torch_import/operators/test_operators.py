@@ -223,6 +223,14 @@ def test_dims_of_a_tensor_without_dims():
     opaque_of(*functions, args=(torch.tensor(-1.5),))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_a_maximum_is_the_first_of_equals(dtype: torch.dtype):
+    x = torch.tensor([[1, 1, 1, 1, 1, 1], [2, 3, 3, 0, 3, 3], [0, 2, 0, 1, 2, 2]], dtype=dtype)
+    if dtype.is_floating_point:
+        x[2, 3:5] = math.nan
+    assert not opaque_of(lambda x: (*x.max(1), *x.max(0, keepdim=True)), args=(x,))
+
+
 def test_bools_have_a_maximum():
     opaque_of(lambda x: (*(x > 0).max(1), *(x > 0).min(1), (x > 0).amax(0)), args=(X,))
 
