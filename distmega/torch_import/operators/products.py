@@ -65,11 +65,15 @@ def _without(b: Build, x: TensorValue, names: list[str], other: dict[str, int]) 
 
 
 @rule("linear")
-def linear(b: Build, input: TensorValue, weight: TensorValue, bias: Value = None) -> Value:
-    if len(weight.shape) != 2:
-        return b.reshape(_product(b, input, weight), b.shape)
-    assert bias is None or isinstance(bias, Handle | Constant | Spread)
-    return b.linear(input, weight, bias)
+def linear(
+    b: Build, input: TensorValue, weight: TensorValue, bias: TensorValue | None = None
+) -> Value:
+    """With a bias that isn't a number a row of the weight, that is added to the product."""
+    if len(weight.shape) == 2 and (bias is None or bias.shape == weight.shape[:1]):
+        return b.linear(input, weight, bias)
+    if bias is None:
+        return _product(b, input, weight)
+    return b.pointwise("{0} + {1}", linear(b, input, weight), bias)
 
 
 @rule("addmm", "baddbmm", "addbmm", "addmv")

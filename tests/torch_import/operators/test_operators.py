@@ -117,6 +117,15 @@ def test_products():
     assert not opaque_of(*functions, args=(X, w, y))
 
 
+def test_linear_layers_of_any_weights_and_biases():
+    functions = [
+        lambda x, w, c: (F.linear(x, w[0], c), F.linear(x[0, 0], w[0], c), F.linear(x, w[0])),
+        lambda x, w, c: (F.linear(x, w, c), F.linear(x[0], w, c[None]), F.linear(x[0, 0], w, c)),
+        lambda x, w, c: (F.linear(x, w, x[..., :5]), F.linear(x[0], w, x[0, :, :5])),
+    ]
+    assert not opaque_of(*functions, args=(X, torch.randn(5, 6), torch.tensor(2.0)))
+
+
 def test_norms_and_attention():
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
     mask = torch.rand(2, 1, 5, 7) < 0.7
