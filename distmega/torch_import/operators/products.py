@@ -80,14 +80,19 @@ def linear(
 def addmm(
     b: Build, self: TensorValue, beta: float = 1, alpha: float = 1, **operands: Value
 ) -> Value:
+    """beta self + alpha x y; self isn't read where beta is 0. Where alpha is, some kernels of torch
+    read x and y and others don't: what these make of a NaN is left to them.
+    """
     x, y = (operands[name] for name in operands)
     if not isinstance(x, Handle | Constant | Spread) or not isinstance(
         y, Handle | Constant | Spread
     ):
         return NotImplemented
-    if len(x.shape) == 3 and len(b.shape) == 2:
+    if alpha == 0 or (len(x.shape) == 3 and len(b.shape) == 2):
         return NotImplemented
     product = _product(b, x, y)
+    if beta == 0:
+        return product if alpha == 1 else b.pointwise("{0} * {1}", product, alpha)
     plain = beta == 1 and alpha == 1
     text = "{0} + {1}" if plain else "{0} * {2} + {1} * {3}"
     return b.pointwise(text, self, product, *([] if plain else [beta, alpha]))

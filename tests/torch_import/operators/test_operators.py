@@ -126,6 +126,18 @@ def test_linear_layers_of_any_weights_and_biases():
     assert not opaque_of(*functions, args=(X, torch.randn(5, 6), torch.tensor(2.0)))
 
 
+def test_what_is_added_zero_times_is_not_read():
+    none, y = torch.full((2, 4, 3), math.nan), torch.randn(2, 6, 3)
+    functions = [
+        lambda x, y, n: n[0].addmm(x[0], y[0], beta=0),
+        lambda x, y, n: n[0, :, 0].addmv(x[1], y[0, :, 0], beta=0),
+        lambda x, y, n: (n.baddbmm(x, y, beta=0, alpha=3), n[0, 0].addmm(x[0], y[0], beta=0)),
+    ]
+    assert not opaque_of(*functions, args=(X, y, none))
+    zero_times = [lambda x, y: y[0, 0].addmm(x[0], y[0] * math.nan, alpha=0)]
+    assert opaque_of(*zero_times, args=(X, y)) == {"aten.addmm.default"}
+
+
 def test_norms_and_attention():
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
     mask = torch.rand(2, 1, 5, 7) < 0.7
