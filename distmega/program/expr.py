@@ -25,7 +25,7 @@ FUNCTIONS: dict[str, int] = {
     "exp": 1, "log": 1, "sqrt": 1, "rsqrt": 1, "abs": 1, "neg": 1, "relu": 1, "silu": 1, "gelu": 1,
     "tanh": 1, "sigmoid": 1, "sin": 1, "cos": 1, "erf": 1, "floor": 1,
     "add": 2, "sub": 2, "mul": 2, "div": 2, "maximum": 2, "minimum": 2, "pow": 2,
-    "eq": 2, "lt": 2, "le": 2, "where": 3,
+    "eq": 2, "lt": 2, "le": 2, "where": 3, "log2": 1, "log10": 1,
 }  # fmt: skip
 """Function name -> number of arguments. Infix + - * / ** are add, sub, mul, div, pow; gelu is the
 exact one (erf). eq, lt and le are 1 where they hold, else 0; where(a, b, c) is b where a isn't 0,

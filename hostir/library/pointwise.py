@@ -80,7 +80,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "eq": lambda x, y: torch.eq(x, y).to(torch.result_type(x, y)),
     "lt": lambda x, y: torch.lt(x, y).to(torch.result_type(x, y)),
     "le": lambda x, y: torch.le(x, y).to(torch.result_type(x, y)),
-    "where": _where,
+    "where": _where, "log2": torch.log2, "log10": torch.log10,
 }  # fmt: skip
 """expr.FUNCTIONS on tensors."""
 

@@ -24,7 +24,8 @@ from distmega.program.expr import (
 )
 
 MATH = {
-    "exp": math.exp, "log": math.log, "sqrt": math.sqrt, "abs": abs, "tanh": math.tanh,
+    "exp": math.exp, "log": math.log, "log2": math.log2, "log10": math.log10, "sqrt": math.sqrt,
+    "abs": abs, "tanh": math.tanh,
     "sin": math.sin, "cos": math.cos, "pow": math.pow, "maximum": max, "minimum": min,
     "rsqrt": lambda x: 1 / math.sqrt(x),
     "neg": lambda x: -x,

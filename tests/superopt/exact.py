@@ -23,6 +23,7 @@ class Digits(Exact):
     FUNCTIONS: dict[str, Callable[..., Any]] = {
         "exp": mpmath.exp, "sqrt": mpmath.sqrt, "log": mpmath.log, "sin": mpmath.sin,
         "cos": mpmath.cos, "erf": mpmath.erf, "pow": mpmath.power,
+        "log2": lambda x: mpmath.log(x, 2), "log10": mpmath.log10,
         "gelu": lambda x: x * (1 + mpmath.erf(x / mpmath.sqrt(2))) / 2,
     }  # fmt: skip
 

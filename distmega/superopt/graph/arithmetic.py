@@ -23,7 +23,7 @@ Planes = tuple[Array, ...]
 
 OPAQUE = (
     "relu", "gelu", "abs", "log", "sin", "cos", "maximum", "minimum", "pow", "erf", "floor",
-    "eq", "lt", "le", "where",
+    "eq", "lt", "le", "where", "log2", "log10",
 )  # fmt: skip
 """Functions that finite fields don't have: there they are uninterpreted, as max and min are."""
 
@@ -206,7 +206,7 @@ FLOAT_FUNCTIONS: dict[str, Callable[..., Array]] = {
     "sigmoid": lambda x: 1.0 / (1.0 + np.exp(-x)), "erf": _erf, "floor": np.floor,
     "eq": lambda x, y: np.where(x == y, 1.0, 0.0), "lt": lambda x, y: np.where(x < y, 1.0, 0.0),
     "le": lambda x, y: np.where(x <= y, 1.0, 0.0),
-    "where": _where,
+    "where": _where, "log2": np.log2, "log10": np.log10,
 }  # fmt: skip
 """Functions on float arrays, by the names of expr.FUNCTIONS."""
 

@@ -46,8 +46,8 @@ EXPRESSIONS: dict[str, str] = {
     "aten.leaky_relu": "where(lt({self}, 0), {self} * {negative_slope}, {self})",
     "aten.lerp": "{self} + ({end} - {self}) * {weight}",
     "aten.log": "log({self})",
-    "aten.log2": "log({self}) / 0.6931471805599453",
-    "aten.log10": "log({self}) / 2.302585092994046",
+    "aten.log2": "log2({self})",
+    "aten.log10": "log10({self})",
     "aten.log1p": "where(lt(1e10, {self}), log({self}), where(eq(1 + {self}, 1), {self},"
     " log(1 + {self}) * {self} / ((1 + {self}) - 1)))",
     "aten.logical_and": "(1 - eq({self}, 0)) * (1 - eq({other}, 0))",

@@ -79,6 +79,10 @@ def unary(fn: tl.constexpr, x):
         return tl.exp(x)
     elif fn == "log":
         return tl.log(x)
+    elif fn == "log2":
+        return libdevice.log2(x)
+    elif fn == "log10":
+        return libdevice.log10(x)
     elif fn == "sqrt":
         return tl.sqrt_rn(x)
     elif fn == "rsqrt":

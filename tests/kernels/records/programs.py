@@ -21,7 +21,7 @@ POSITIONS = 40
 UNARY = (
     "exp", "abs", "neg", "relu", "silu", "gelu", "tanh", "sigmoid", "sin", "cos", "erf", "floor"
 )  # fmt: skip
-POSITIVE = "log", "sqrt", "rsqrt"
+POSITIVE = "log", "log2", "log10", "sqrt", "rsqrt"
 BINARY = "add", "sub", "mul", "div", "maximum", "minimum", "eq", "lt", "le"
 
 

@@ -58,7 +58,7 @@ def reached(counter: tl.tensor, target: tl.tensor, scope: str) -> tl.tensor:
     return (tl.load(counter) >= target).to(tl.int32)
 
 
-NAMES = "sin", "cos", "erf", "exp", "log", "sqrt", "floor", "tanh", "pow"
+NAMES = "sin", "cos", "erf", "exp", "log", "log2", "log10", "sqrt", "floor", "tanh", "pow"
 DEVICE = SimpleNamespace(**{name: by_torch(getattr(torch, name)) for name in NAMES})
 
 

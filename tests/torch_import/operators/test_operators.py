@@ -218,6 +218,13 @@ def test_powers_of_whole_numbers_are_exact():
     assert not opaque_of(lambda x: (x**2, x**3, x**0, 0.5**x), args=(x,))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_logarithms_of_powers_are_whole(dtype: torch.dtype):
+    powers = torch.cat([2.0 ** torch.arange(-40.0, 41.0), 10.0 ** torch.arange(-30.0, 31.0)])
+    x = torch.cat([powers, torch.tensor([0.0, -1.0, math.inf, math.nan])]).to(dtype)
+    assert not opaque_of(lambda x: (x.log2().floor(), x.log10().ceil()), args=(x,))
+
+
 def test_a_root_of_what_is_not_finite():
     roots = [lambda x: (x**0.5, x**-0.5)]
     assert not opaque_of(*roots, args=(torch.tensor([4.0, 0.0, -1.0, math.inf, -math.inf]),))
