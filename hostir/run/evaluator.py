@@ -265,6 +265,8 @@ class _Compiler:
         for name in self.sources:
             self.views[storage_of(name, self.sources)].append(name)
         self.viewed = set(self.views)
+        self.packed = self.viewed | set(host.outputs)
+        """Buffers whose elements lie in row-major order; others lie as an op left them."""
         given = {buffer.name for buffer in host.buffers if buffer.role != "temp"}
         segments = host.segment_map()
         looped = {
@@ -393,12 +395,12 @@ class _Compiler:
         if kind_of(op).inplace:
             return lambda f: function([f.tensors[name] for name in names])
         if op.is_view or (len(outs) == 1 and outs[0] not in self.shared):
-            out, viewed = outs[0], outs[0] in self.viewed
+            out, packed = outs[0], outs[0] in self.packed
 
             def replace(f: Frame) -> None:
                 tensors = f.tensors
                 (found,) = function([tensors[name] for name in names])
-                tensors[out] = found.contiguous() if viewed else found
+                tensors[out] = found.contiguous() if packed else found
 
             return replace
         return self.writing(function, names, outs)
@@ -425,7 +427,7 @@ class _Compiler:
                 if keep:
                     f.tensors[out].copy_(result)
                 else:
-                    f.tensors[out] = result.contiguous() if out in self.viewed else result
+                    f.tensors[out] = result.contiguous() if out in self.packed else result
 
         return write
 

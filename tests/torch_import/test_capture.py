@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import distmega
@@ -223,6 +224,28 @@ def test_dims_of_results_lie_in_the_order_that_they_have_in_torch():
         for mine, other in zip(found, expected, strict=True):
             assert order_of_dims(mine) == order_of_dims(other)
     assert found.stride() == image.stride()
+
+
+class Products(nn.Module):
+    """Products whose dims a library leaves in another order than they have in torch."""
+
+    def forward(self, x: Tensor, w: Tensor) -> list[Tensor]:
+        wide = x[..., None]
+        return [
+            F.conv1d(x, w[..., :1]),
+            F.conv1d(x, w, stride=2),
+            F.conv2d(wide, w[:, :, :1, None], w[:, 0, 0]).relu(),
+            torch.einsum("bcl,nc->bnl", x, w[..., 0]),
+        ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_results_of_products_lie_in_the_order_that_they_have_in_torch(num_ranks: int):
+    args = torch.randn(2, 4, 6), torch.randn(8, 4, 2)
+    found = call(open_ranks(distmega.capture(Products(), args), num_ranks), *args)
+    expected = Products()(*args)
+    assert_close(found, expected)
+    assert [x.stride() for x in found] == [x.stride() for x in expected]
 
 
 def test_results_that_are_views_of_weights_stay_so():
