@@ -48,18 +48,22 @@ def attend(
     scale: float | None,
     softcap: float,
 ) -> Value:
-    """Attention of any number of dims as the op's four: the ones before the heads are one."""
+    """Attention of any number of dims as the op's four: the ones before the heads are one.
+    NotImplemented where operands are repeated along dims that this does not tell apart.
+    """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (_in_four_dims(b, x) for x in (query, key, value))
-    if q.shape[0] != k.shape[0] or v.shape[:3] != k.shape[:3]:
+    rank = max(4, *(len(x.shape) for x in (query, key, value, mask) if x is not None))
+    (*front, heads, _, _), keys, values = (_shape_of(x, rank) for x in (query, key, value))
+    if [*keys[:-3]] != front or values[:-1] != keys[:-1] or heads % keys[-3]:
         return NotImplemented
+    q, k, v = (_in_four_dims(b, x, rank) for x in (query, key, value))
     seen = None
     if mask is not None:
-        front = (1,) * max(4 - len(mask.shape), 0)
-        if len(mask.shape) > 4 and any(extent > 1 for extent in mask.shape[:-4]):
+        *before, of_heads, _, _ = _shape_of(mask, rank)
+        if before not in ([1] * len(before), front) or of_heads not in (1, heads):
             return NotImplemented
         if uniform_value(mask) not in (True, 0.0) or value_dtype(mask) == "bool":
-            seen = b.reshape(mask, (*front, *mask.shape[-4:]))
+            seen = _in_four_dims(b, mask, rank)
     if isinstance(seen, Spread):
         source = seen.source
         seen = b.reshape(source, (1,) * (4 - len(source.shape)) + source.shape)
@@ -69,8 +73,11 @@ def attend(
     return b.reshape(out, b.shape)
 
 
-def _in_four_dims(b: Build, x: TensorValue) -> TensorValue:
-    rank = len(x.shape)
-    if rank <= 4:
-        return b.reshape(x, (1,) * (4 - rank) + x.shape)
-    return b.reshape(x, (math.prod(x.shape[: rank - 3]), *x.shape[rank - 3 :]))
+def _in_four_dims(b: Build, x: TensorValue, rank: int) -> TensorValue:
+    shape = _shape_of(x, rank)
+    return b.reshape(x, (math.prod(shape[:-3]), *shape[-3:]))
+
+
+def _shape_of(x: TensorValue, rank: int) -> tuple[int, ...]:
+    """Its shape as of that many dims."""
+    return (1,) * (rank - len(x.shape)) + x.shape

@@ -155,6 +155,24 @@ def test_norms_and_attention():
     assert not opaque_of(*functions, args=(q, k, mask))
 
 
+def test_attention_of_operands_that_are_repeated():
+    q, k = torch.randn(2, 3, 4, 5, 8), torch.randn(2, 3, 4, 7, 8)
+    attend = F.scaled_dot_product_attention
+    functions = [
+        lambda q, k, m: (attend(q, k, k, m), attend(q, k, k, m[0, 0]), attend(q, k, k, m[:1, :1])),
+        lambda q, k, m: (attend(q[0], k[0], k[0], m[0]), attend(q[0], k[0, :, :1], k[0, :, :1])),
+    ]
+    mask = torch.randn(2, 3, 1, 5, 7)
+    assert not opaque_of(*functions, args=(q, k, mask))
+    apart = [
+        lambda q, k, m: (attend(q, k, k, m[:1]), attend(q, k, k, m[0])),
+        lambda q, k, m: attend(q[0, :, :1], k[0], k[0]),
+        lambda q, k, m: attend(q[:1].transpose(0, 1), k[:1], k[:1]),
+    ]
+    for each in apart:
+        assert opaque_of(each, args=(q, k, mask)), "torch repeats these"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_norm_without_epsilon_has_the_one_of_the_type_it_is_computed_in(dtype: torch.dtype):
     x = (X * 1e-3).to(dtype)
