@@ -458,6 +458,17 @@ class ProgramBuilder:
         """Whether a tensor shows the storage of another."""
         return self._own(x).name in self._strides
 
+    def num_choices(self, x: Handle) -> int:
+        """Of how many elements of a row argmax or topk chose these indices, or those that this is a
+        view of; 0 for what was not chosen so.
+        """
+        op = self._ops.get(self._own(x).name)
+        while op is not None and op.is_view:
+            op = self._ops.get(op.reads[0].tensor)
+        if op is None or op.kind not in ("argmax", "topk"):
+            return 0
+        return next(axis.extent for axis in op.axes if axis.role == "reduce")
+
     def build(self, *outputs: Handle) -> Program:
         """The finished program; `outputs` leave it, in this order. Raises ProgramError if it is
         malformed.

@@ -41,6 +41,7 @@ CHECKED = (
     "aten.linalg_lu_factor.default",
     "aten.linalg_solve.default",
     "aten.linalg_tensorinv.default",
+    "aten.one_hot.default",
 )
 """Operators that are kept as they are, since they raise errors for values that have no result;
 their parts would do so by effects beside the graph.

@@ -73,12 +73,16 @@ def index(b: Build, self: TensorValue, indices: Sequence[TensorValue | None]) ->
     extents = self.shape[at[0] : at[-1] + 1]
     shape = b.shape[at[0] : at[0] + max(len(each.shape) for each in given)]
     position: Value = 0
-    for each, extent in zip(given, extents, strict=True):
+    for number, (each, extent) in enumerate(zip(given, extents, strict=True)):
         inside = each
         if not isinstance(each, Constant) or bool((each.tensor < 0).any()):
             text = "where(lt({0}, 0), {0} + {1}, {0})"
             inside = known(b, text, each, extent, shape=each.shape)
-        position = known(b, "{0} * {1} + {2}", position, extent, inside, shape=shape)
+        text, others = "{0} * {1} + {2}", math.prod(extents[:number]) * extent - extent
+        if number:  # what is outside of this dim is as far outside of all
+            text = f"where(lt({{2}}, 0), {{2}}, where(lt({{2}}, {{1}}), {text}, {{2}} + {{3}}))"
+        operands = [position, extent, inside, *([others] if number else [])]
+        position = known(b, text, *operands, shape=shape)
     joined = b.reshape(self, (*self.shape[: at[0]], math.prod(extents), *self.shape[at[-1] + 1 :]))
     assert isinstance(position, Constant | Handle | Spread)
     return index_select(b, joined, at[0], position)
@@ -157,11 +161,28 @@ def scatter_value(b: Build, self: TensorValue, dim: int, index: TensorValue, val
         return NotImplemented
     count = numbers.shape[-1]
     every = Constant(torch.arange(width).reshape(width, 1))
-    row = b.reshape(numbers, (*front, 1, count))
+    row = b.reshape(_checked(b, numbers, width), (*front, 1, count))
     same = b.pointwise("eq({0}, {1})", row, every, dtype="f32", shape=(*front, width, count))
     hit = b.p.reduce(b.handle(same), len(front) + 1, "max", name=b.name())
     made = b.pointwise("where({0}, {1}, {2})", hit, value, x, shape=x.shape)
     return b.from_last(made, dim)
+
+
+@rule("one_hot")
+def one_hot(b: Build, self: TensorValue, num_classes: Value = -1) -> Value:
+    if not isinstance(num_classes, int) or num_classes < 1:
+        return NotImplemented
+    row = b.reshape(_checked(b, self, num_classes), (*self.shape, 1))
+    return b.pointwise("eq({0}, {1})", row, Constant(torch.arange(num_classes)))
+
+
+def _checked(b: Build, ids: TensorValue, num: int) -> TensorValue:
+    """Numbers that are looked up, so that those below 0 or not below `num` are named as ids of a
+    table are; not where the program chose them among so many.
+    """
+    if isinstance(ids, Handle) and 0 < b.p.num_choices(ids) <= num:
+        return ids
+    return b.rows(Constant(torch.arange(num)), ids)
 
 
 @rule("topk")

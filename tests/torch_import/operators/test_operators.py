@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.torch_import.running import check_module
+import distmega
+from distmega.errors import RequestError
+from tests.torch_import.running import assert_close, check_module
 
 
 class Calls(nn.Module):
@@ -88,6 +90,25 @@ def test_complex_numbers():
 
     assert not opaque_of(rotated, by_position, args=(X,))
     assert opaque_of(lambda x: torch.polar(x, x).abs(), args=(X,)), "what has no rule"
+
+
+def test_ids_that_no_row_has_are_named():
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    functions: list[tuple[Callable[..., Any], tuple[int, ...], tuple[tuple[int, ...], ...]]] = [
+        (lambda x, i, j: x[i, j], (0, 0), ((0, 3), (1, -4), (-3, 2), (2, 0), (1, 5))),
+        (lambda x, i, j: x[i, j, i], (1, 1), ((0, 3), (1, -4), (-3, 2), (-2, 7))),
+        (lambda x, i, j: x[:1][i, j], (0, 0), ((1, -5), (0, 3), (1, 0), (0, -4))),
+        (lambda x, i, j: x[0, :1].scatter(1, (i + j)[None], 5.0), (0, 3), ((4, 0), (-1, 0))),
+        (lambda x, i, j: F.one_hot(i + j, 3), (0, 2), ((0, 3), (-1, 0))),
+    ]  # fmt: skip
+    for function, fit, wrong in functions:
+        ids = [torch.tensor([number]) for number in fit]
+        module = Calls(function)
+        step = distmega.capture(module, (x, *ids)).compile()
+        assert_close(step(x, *ids), module(x, *ids))
+        for numbers in wrong:
+            with pytest.raises(RequestError, match=r"an id of .* in a table of"):
+                step(x, *(torch.tensor([number]) for number in numbers))
 
 
 def test_reductions():
