@@ -123,6 +123,14 @@ class ProgramBuilder:
         self._tensors: dict[str, Tensor] = {}
         self._strides: dict[str, tuple[int, ...]] = {}
         self._ops: dict[str, Op] = {}
+        self._parents = set[str]()
+        """What stands before the last dot in names that are declared."""
+
+    def is_taken(self, name: str) -> bool:
+        """Whether a tensor or an op has a name, or a declared tensor one that an op of this name may
+        want for one of several results, as "top.value".
+        """
+        return name in self._tensors or name in self._ops or name in self._parents
 
     def input(self, name: str, shape: Sequence[int], dtype: object = "f32") -> Handle:
         """A tensor given with each call. dtype: "f64", "f32", "bf16", "f16", "i64", "i32" or
@@ -498,6 +506,7 @@ class ProgramBuilder:
                 expected="one declaration",
                 remedy="rename it",
             )
+        self._parents.add(name.rpartition(".")[0])
         return Handle(self, known)
 
     def _name(self, name: str, kind: str) -> str:

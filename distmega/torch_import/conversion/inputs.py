@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from distmega.errors import CaptureError
 from distmega.hostir.library.torch_types import HOLDERS, dtype_name, hold
 from distmega.program.builder import Handle, ProgramBuilder
-from distmega.torch_import.conversion.nodes import effects_of, plain_name, tensor_result
+from distmega.torch_import.conversion.nodes import effects_of, numbered, plain_name, tensor_result
 from distmega.torch_import.operators.build import require_dtype
 from distmega.torch_import.operators.values import Constant, Foreign, Value
 
@@ -88,7 +88,7 @@ class Inputs:
         if 0 in value.shape:
             self.names.append(None)
             return Constant(torch.empty(tensor_result(value, node.name).shape, dtype=value.dtype))
-        name = plain_name(node.name)
+        name = numbered(plain_name(node.name), {*self.targets, *self.declared})
         self.names.append(name)
         found = _declared(name, value, self.p.input)
         self.declared[name] = found.held if isinstance(found, Foreign) else found

@@ -8,8 +8,9 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -62,6 +63,12 @@ def plain_name(name: str) -> str:
     """A name that programs allow."""
     plain = re.sub(r"[^\w./@#-]", "_", name)
     return plain if re.match(r"\w", plain) and plain not in ("return", "program") else f"x{plain}"
+
+
+def numbered(name: str, taken: Container[str]) -> str:
+    """The name, with a number behind it where it is taken."""
+    others = (f"{name}#{number}" for number in count(2))
+    return next(each for each in chain([name], others) if each not in taken)
 
 
 def packet_name(node: fx.Node) -> str:

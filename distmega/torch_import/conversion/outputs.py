@@ -76,7 +76,8 @@ class Outputs:
         ending = self._end() if self.opaque.late else None
         for handle, state in self.pending:
             if handle is not state:
-                self.b.p.set(handle, into=state, name=f"{state.name}.update")
+                self.b.start(f"{state.name}.update", [])
+                self.b.p.set(handle, into=state, name=self.b.name())
         return Graph(
             program=self.b.p.build(*self.named.values()),
             inputs=tuple(self.inputs.names),
@@ -105,7 +106,9 @@ class Outputs:
             self.given.append(value)
         elif spec.kind is OutputKind.USER_INPUT_MUTATION:
             if not is_empty(value):
-                self.updated[self._name(value)] = plain_name(spec.target)
+                updated = self.inputs.names[self.inputs.positions[spec.target]]
+                assert updated is not None, spec
+                self.updated[self._name(value)] = updated
         else:
             self.given.append(self._result(node, value))
 

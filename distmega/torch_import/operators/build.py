@@ -67,9 +67,12 @@ class Build:
         return self.results[0].dtype
 
     def name(self) -> str:
-        """A new name for an op of the node."""
-        self._num_ops += 1
-        return self.base if self._num_ops == 1 else f"{self.base}@{self._num_ops - 1}"
+        """A new name for an op of the node, which a module may have given to a tensor of its own."""
+        name = ""
+        while not name or self.p.is_taken(name):
+            name = f"{self.base}@{self._num_ops}" if self._num_ops else self.base
+            self._num_ops += 1
+        return name
 
     def handle(self, value: Value) -> Handle:
         """A value as a tensor of the program: a constant becomes a weight, a Spread is expanded."""
