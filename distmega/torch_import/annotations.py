@@ -21,8 +21,9 @@ def match_annotations(
     """Layouts of the weights, states and inputs that patterns name; the later of two patterns wins.
 
     A pattern is a tensor's name or a module's, with the wildcards * ? [ ]; of a module, it means
-    its parameters and buffers. aliases: other names of tensors, of weights that modules share.
-    PlanError for a pattern that names nothing, and for what is no mapping.
+    its parameters and buffers. aliases: all names that a module has for its tensors; those of
+    the program are asked for what none of these is. PlanError for a pattern that names nothing, and
+    for what is no mapping.
     """
     if not isinstance(patterns, Mapping):
         raise PlanError(
@@ -31,7 +32,11 @@ def match_annotations(
             remedy='write {"*.up_proj.weight": shard(0, "tp")}',
         )
     names = [tensor.name for tensor in program.tensors if tensor.role != "temp"]
-    known = {**aliases, **{name: name for name in names}}
+    others = {*names}.difference(aliases.values())
+    ways = (
+        {**aliases, **{name: name for name in names if name in others}},
+        {name: name for name in names},
+    )
     found: dict[str, Layout] = {}
     for pattern, layout in patterns.items():
         if not isinstance(pattern, str):
@@ -40,8 +45,7 @@ def match_annotations(
                 expected="a pattern of names",
                 remedy='write {"*.up_proj.weight": shard(0, "tp")}',
             )
-        matched = [known[name] for name in known if fnmatchcase(name, pattern)]
-        matched = matched or [known[name] for name in known if fnmatchcase(name, f"{pattern}.*")]
+        matched = next(filter(None, (_matched(pattern, known) for known in ways)), [])
         if not matched:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             raise PlanError(
@@ -51,3 +55,9 @@ def match_annotations(
             )
         found |= dict.fromkeys(matched, layout)
     return found
+
+
+def _matched(pattern: str, known: Mapping[str, str]) -> list[str]:
+    """What a pattern names, itself or as a module."""
+    named = [known[name] for name in known if fnmatchcase(name, pattern)]
+    return named or [known[name] for name in known if fnmatchcase(name, f"{pattern}.*")]

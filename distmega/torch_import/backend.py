@@ -8,8 +8,10 @@ torchrun. Next on the walk: captured.py.
 
 import os
 import re
+from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -27,6 +29,11 @@ from distmega.torch_import.conversion import overlap
 
 OPTIONS = ("mesh", "annotations")
 """What torch.compile's options may hold."""
+
+STEP = re.compile(
+    r"""_(?P<of>modules|parameters)\[(?P<key>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]"""
+)
+"""A step to a parameter in the expressions by which dynamo finds it: ._modules['up_proj']."""
 
 
 def compile_graph(
@@ -80,10 +87,17 @@ class _Compiled:
         self, graph: fx.GraphModule, mesh: DeviceMesh, annotations: Mapping[str, Any]
     ) -> None:
         self._graph, self._mesh, self._annotations = graph, mesh, annotations
-        self._names = [
-            _parameter_name(node) for node in graph.graph.nodes if node.op == "placeholder"
-        ]
-        self._aliases = _aliases()
+        paths = _Paths()
+        given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        sources = [getattr(node, "_dynamo_source", None) for node in given]
+        pairs = zip(sources, given, strict=True)
+        self._names = [paths.add(_path(source) or node.name) for source, node in pairs]
+        named = dict(zip(map(_text, sources), self._names, strict=True))
+        self._aliases = {
+            paths.add(alias): named[text]
+            for alias, text in _aliases().items()
+            if text in named and paths.is_free(alias)
+        }
         self._records = _records_gradients(graph)
         self._entries: dict[tuple[object, ...], _Entry] = {}
 
@@ -158,7 +172,7 @@ class _Bound(nn.Module):
             self._arguments.append(_Named(name) if isinstance(value, nn.Parameter) else value)
         own = dict(self.named_parameters())
         for alias, name in aliases.items():
-            if name in own and alias not in own:
+            if name in own:
                 _attach(self, alias.split("."), own[name])
 
     def forward(self, *tensors: Tensor) -> Any:
@@ -177,6 +191,36 @@ class _Named:
     """The place of a parameter."""
 
     name: str
+
+
+class _Paths:
+    """Names of parameters within one module, where none is a part of another's: dynamo's graphs may
+    read several modules, whose parameters are called alike.
+    """
+
+    def __init__(self) -> None:
+        self._names = {"_graph", "_arguments", "_filled"}  # attributes of _Bound
+        self._modules: set[str] = set()
+
+    def is_free(self, name: str) -> bool:
+        """Whether no other has the name, or one of a module that it belongs to."""
+        is_new = name not in self._names and name not in self._modules
+        return is_new and self._names.isdisjoint(_modules(name))
+
+    def add(self, name: str) -> str:
+        """The name, its first part numbered unless it is free."""
+        first, dot, rest = name.partition(".")
+        others = (f"{first}#{number}{dot}{rest}" for number in count(2))
+        found = next(each for each in chain([name], others) if self.is_free(each))
+        self._names.add(found)
+        self._modules |= _modules(found)
+        return found
+
+
+def _modules(name: str) -> set[str]:
+    """The modules that a parameter belongs to, by its name."""
+    parts = name.split(".")
+    return {".".join(parts[:num]) for num in range(1, len(parts))}
 
 
 def _attach(module: nn.Module, path: Sequence[str], parameter: nn.Parameter) -> None:
@@ -215,29 +259,34 @@ def _tensors(args: Sequence[Any]) -> list[Tensor]:
     return [x for x in args if isinstance(x, Tensor)]
 
 
-def _parameter_name(node: fx.Node) -> str:
-    """A parameter's name in the model, from where dynamo found it; else the node's."""
-    return _path(getattr(node, "_dynamo_source", None)) or node.name
+def _text(source: object) -> str:
+    """Where dynamo found a value, as an expression."""
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)
 
 
 def _path(source: object) -> str:
-    """The name of a parameter in the model, from its source; "" for what is none."""
-    name = getattr(source, "name", "")
-    path = re.findall(r"_(?:modules|parameters)\['(\w+)'\]", name() if callable(name) else name)
-    return ".".join(path)
+    """The name of a parameter in the model, from where dynamo found it; "" for what is none. What
+    torch.export can not quote becomes _.
+    """
+    found = [*STEP.finditer(_text(source))]
+    if not found or found[-1]["of"] != "parameters" or found[-1].end() != len(_text(source)):
+        return ""
+    path = ".".join(literal_eval(step["key"]) for step in found)
+    return "".join("_" if x in "'\"\\" or not x.isprintable() else x for x in path)
 
 
 def _aliases() -> dict[str, str]:
-    """Other names of parameters in the model, each with the one that the graph has: dynamo, which
+    """Other names of parameters in the model, each with where the graph has it from: dynamo, which
     compiles now, guards that they stay one.
     """
     context = TracingContext.try_get()
     found: dict[str, str] = {}
     for guard in context.guards_context.dynamo_guards if context else ():
         source = (getattr(guard.create_fn, "keywords", None) or {}).get("source_b")
-        alias, name = _path(guard.originating_source), _path(source)
-        if alias and name:
-            found[alias] = name
+        alias = _path(guard.originating_source)
+        if alias and _path(source):
+            found[alias] = _text(source)
     return found
 
 

@@ -121,6 +121,51 @@ def test_annotations_name_the_parameters_of_the_model():
     assert_close(compiled(x)[0] - 1, model(x)[0] - 2)
 
 
+class Keyed(nn.Module):
+    """A layer for each of some keys, and one by the name of an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        keys = ("user item", "user_item", "a-b", "it's", "\"'\\", "é\n")
+        self.layers = nn.ModuleDict({key: nn.Linear(4, 4) for key in keys})
+        self._graph = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in (*self.layers.values(), self._graph)]
+
+
+@torch.no_grad()
+def test_parameters_of_odd_names_stay_apart():
+    model, x = Keyed(), torch.randn(3, 4)
+    marks = {f"layers.{key}": distmega.replicate() for key in ("user item", "user_item", "a-b")}
+    compiled = torch.compile(model, backend=backend.compile_graph, options={"annotations": marks})
+    for _ in range(2):
+        assert_close(compiled(x), model(x))
+        model.layers["user item"].weight.mul_(2)
+
+
+@torch.no_grad()
+def test_parameters_of_several_modules_stay_apart():
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Linear(4, 4)  # a module of the name of others' parameters
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight(x)
+
+    first, second, third = nn.Linear(4, 4), nn.Linear(4, 4), Named()
+
+    def summed(x: Tensor) -> Tensor:
+        return first(x) - second(x) * third(x)
+
+    x = torch.randn(3, 4)
+    compiled = torch.compile(summed, backend=backend.compile_graph)
+    for _ in range(2):
+        assert_close(compiled(x), summed(x))
+        second.weight.mul_(2)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight", "rest.0", "*.weight"])
 def test_annotations_know_all_names_of_a_shared_weight(name: str, monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,7 @@ In: placeholders and what the graph's signature says of them. Out: their values,
 tell later what each was in torch. Next on the walk: converter.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,20 @@ from torch.export.graph_signature import InputKind, OutputKind
 from distmega.errors import CaptureError
 from distmega.hostir.library.torch_types import HOLDERS, dtype_name, hold
 from distmega.program.builder import Handle, ProgramBuilder
-from distmega.torch_import.conversion.nodes import effects_of, numbered, plain_name, tensor_result
+from distmega.torch_import.conversion.nodes import (
+    distinct_names,
+    effects_of,
+    numbered,
+    plain_name,
+    tensor_result,
+)
 from distmega.torch_import.operators.build import require_dtype
 from distmega.torch_import.operators.values import Constant, Foreign, Value
 
 OF_STATES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 """Results that are new values of what the module holds."""
+STORED = (InputKind.PARAMETER, InputKind.BUFFER)
+"""What the module holds."""
 
 
 @dataclass(slots=True)
@@ -30,7 +38,9 @@ class Inputs:
 
     names: of the module's flat inputs, None for one that is no input of the program. positions: of
     those by the names of their nodes. declared: inputs by name. targets: weight or state ->
-    parameter or buffer. states: by parameter or buffer.
+    parameter or buffer. states: by parameter or buffer. stored: names of all parameters and
+    buffers, those that forward does not read too, so that each has one name in all programs of the
+    module.
     """
 
     exported: ExportedProgram
@@ -40,6 +50,11 @@ class Inputs:
     declared: dict[str, Handle] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)
     states: dict[str, Handle] = field(default_factory=dict)
+    stored: Mapping[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        specs = self.exported.graph_signature.input_specs
+        self.stored = distinct_names(x.target for x in specs if x.kind in STORED)
 
     def declare(self, node: fx.Node, spec: Any) -> Value:
         """The value of a placeholder: a parameter, a buffer, a constant or an input; CaptureError
@@ -68,7 +83,7 @@ class Inputs:
         held = {**self.exported.constants, **self.exported.state_dict}[spec.target]
         if fixed and spec.target not in updated and not held.is_meta:
             return Constant(held)
-        name, like = plain_name(spec.target), node.meta["val"]
+        name, like = self.stored[spec.target], node.meta["val"]
         if 0 in like.shape:
             return Constant(torch.empty(like.shape, dtype=held.dtype))
         self.targets[name] = spec.target

@@ -8,7 +8,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
@@ -63,6 +63,20 @@ def plain_name(name: str) -> str:
     """A name that programs allow."""
     plain = re.sub(r"[^\w./@#-]", "_", name)
     return plain if re.match(r"\w", plain) and plain not in ("return", "program") else f"x{plain}"
+
+
+def distinct_names(names: Iterable[str]) -> dict[str, str]:
+    """Names that programs allow, by those that they stand for: one that is allowed stays as it is,
+    others keep apart from it and from each other.
+    """
+    names = list(names)
+    found = {name: name for name in names if plain_name(name) == name}
+    taken = {*found}
+    for name in names:
+        if name not in found:
+            found[name] = numbered(plain_name(name), taken)
+            taken.add(found[name])
+    return found
 
 
 def numbered(name: str, taken: Container[str]) -> str:

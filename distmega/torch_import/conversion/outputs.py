@@ -29,7 +29,6 @@ from distmega.torch_import.conversion.memory import order_of_dims, overlapping, 
 from distmega.torch_import.conversion.nodes import (
     is_seeded,
     node_results,
-    plain_name,
 )
 from distmega.torch_import.conversion.opaque import (
     OpaqueOps,
@@ -113,7 +112,7 @@ class Outputs:
             self.given.append(self._result(node, value))
 
     def _update_state(self, target: str, node: fx.Node, value: Value) -> None:
-        self.b.start(f"{plain_name(target)}.new", node_results(node))
+        self.b.start(f"{self.inputs.stored[target]}.new", node_results(node))
         if target in self.inputs.states:
             held, _ = self.b.held(value)
             self.pending.append((self._own(held), self.inputs.states[target]))

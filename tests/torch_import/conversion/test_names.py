@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import distmega
 from distmega.torch_import import capture
 from tests.torch_import.running import assert_close, check_module
 
@@ -61,3 +62,30 @@ def test_what_a_module_holds_may_be_called_as_an_operator():
     captured = check_module(Computing().eval(), (torch.tensor([1, 2]),))
     held = {tensor.name for tensor in captured.program.with_role("weight")}
     assert held >= {"embedding", "cat", "mean", "std", "topk.value", "topk.1"}
+
+
+class Heads(nn.Module):
+    """A layer and a scale for each of some keys."""
+
+    def __init__(self, *keys: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({key: nn.Linear(4, 4) for key in keys})
+        self.scales = nn.ParameterDict({key: torch.randn(4) for key in keys})
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        self.calls.add_(1)
+        return [self.layers[key](x) * self.scales[key] + self.calls for key in self.layers]
+
+
+@pytest.mark.parametrize("key", ["user item", "user:item", "user_item#2", "é/à", "-", "日 本"])
+def test_names_that_programs_do_not_allow_stay_apart(key: str):
+    module, x = Heads(key, "user?item", "user_item").eval(), torch.randn(2, 4)
+    captured = check_module(module, (x,), (x,))
+    assert len(captured.program.with_role("weight")) == 9
+    assert captured.names["layers.user_item.weight"] == "layers.user_item.weight"
+    for name in ("user_item", "user?item", key):
+        pattern = f"layers.{name}".replace("?", "[?]")
+        plan = captured.plan(annotations={pattern: distmega.replicate()})
+        marked = [captured.targets[each] for each in plan.annotations]
+        assert sorted(marked) == [f"layers.{name}.bias", f"layers.{name}.weight"]
