@@ -127,8 +127,8 @@ class ProgramBuilder:
         """What stands before the last dot in names that are declared."""
 
     def is_taken(self, name: str) -> bool:
-        """Whether a tensor or an op has a name, or a declared tensor one that an op of this name may
-        want for one of several results, as "top.value".
+        """Whether a tensor or an op has a name, or a declared tensor one that an op of this name
+        may want for one of several results, as "top.value".
         """
         return name in self._tensors or name in self._ops or name in self._parents
 

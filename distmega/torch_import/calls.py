@@ -35,8 +35,9 @@ def bind_arguments(
     forward: inspect.Signature | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments as forward has them, whichever way they came: by place up to the first that is left
-    out, the others by name. One that is its parameter's default is left out. ArgumentsError where
-    a call of the module would be a TypeError.
+    out, the others by name in the order of its parameters; what it takes as **kwargs as given,
+    since it sees the order of these. One that is its parameter's default is left out.
+    ArgumentsError where a call of the module would be a TypeError.
     """
     if forward is None:
         return tuple(args), dict(kwargs)
@@ -60,19 +61,6 @@ def bind_arguments(
         else:
             needed |= unnamed
     return bound.args, bound.kwargs
-
-
-def in_order(value: Any, spec: pytree.TreeSpec) -> Any:
-    """Arguments with the keys of all dicts in the order in which they stood at capture."""
-    if type(value) is not spec.type:
-        return value
-    parts = spec.children()
-    if spec.type is dict and value.keys() == {*spec.context}:
-        pairs = zip(spec.context, parts, strict=True)
-        return {key: in_order(value[key], part) for key, part in pairs}
-    if spec.type in (tuple, list) and len(value) == len(parts):
-        return spec.type(in_order(x, part) for x, part in zip(value, parts, strict=True))
-    return value
 
 
 def signature_of(flat: Iterable[object]) -> Signature:

@@ -39,7 +39,6 @@ from distmega.torch_import.calls import (
     bind_arguments,
     called_like,
     forward_signature,
-    in_order,
     signature_of,
     word,
 )
@@ -226,11 +225,10 @@ class CapturedModule(OwnProcess):
         """What the module gives; results that are views of inputs are so here. Arguments come by
         place or by name, or are left out, as in a call of the module; ArgumentsError where that
         would be a TypeError. CaptureError for inputs that don't fit those it was captured with,
-        other numbers among them, and for one that the module overwrites while another lies in the
-        same memory.
+        other numbers and keys in another order among them, and for one that the module overwrites
+        while another lies in the same memory.
         """
-        bound = bind_arguments(self._forward, args, kwargs)
-        args, kwargs = in_order(bound, self.captured.in_spec)
+        args, kwargs = bind_arguments(self._forward, args, kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))
         step = self._step(flat, spec, args, kwargs)
         self._turn_to(step)
@@ -331,7 +329,7 @@ class CapturedModule(OwnProcess):
                 expected="inputs like those at capture: "
                 + called_like(_wanted(self.captured), self.captured.in_spec),
                 remedy="capture with dynamic=True, or give tensors of these shapes and types, and "
-                "all else as it was",
+                "all else as it was, keys in their order",
             )
         captured = capture(self.captured.module, args, kwargs, dynamic=True)
         layouts = {n: layout for n, layout in self._layouts.items() if n in captured.tensors}

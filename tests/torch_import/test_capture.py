@@ -617,22 +617,40 @@ def test_other_numbers_than_at_capture_are_refused_or_captured_anew():
 
 
 class Named(nn.Module):
-    def forward(self, pair: dict[str, Tensor], **more: Tensor) -> Tensor:
-        return pair["a"] * more["c"] - pair["b"] * more["d"]
+    """Sees the order of keys, and none of arguments that have parameters."""
+
+    def forward(self, pair: dict[str, Tensor], c: Tensor, *, d: Tensor, **more: Tensor) -> Tensor:
+        return torch.cat([*pair.values(), c - d, *more.values()])
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_named_arguments_come_in_any_order(dynamic: bool):
-    a, b, c, d = (torch.randn(3) for _ in range(4))
-    captured = distmega.capture(Named(), ({"a": a, "b": b},), {"c": c, "d": d}, dynamic=dynamic)
+    a, b, c, d, e = (torch.randn(3) for _ in range(5))
+    pair = {"a": a, "b": b}
+    given = {"d": d, "e": e, "pair": pair, "c": c}
+    captured = distmega.capture(Named(), (), given, dynamic=dynamic)
     (rank,) = open_ranks(captured, 1)
-    assert_close(rank({"b": b, "a": a}, d=d, c=c), a * c - b * d)
-    if dynamic:
-        a, b, c, d = (torch.randn(2) for _ in range(4))
-        assert_close(rank({"b": b, "a": a}, d=d, c=c), a * c - b * d)
-    message = r"refused it \(KeyError: 'c'" if dynamic else r"d=float32\[3\], e=.*like those at"
-    with pytest.raises(CaptureError, match=message):
-        rank({"b": b, "a": a}, d=d, e=c)
+    expected = torch.cat([a, b, c - d, e])
+    for args, kwargs in (((pair,), {"e": e, "d": d, "c": c}), ((pair, c), {"d": d, "e": e})):
+        assert_close(rank(*args, **kwargs), expected)
+    if not dynamic:
+        with pytest.raises(CaptureError, match=r"d=float32\[3\], f=.*like those at capture"):
+            rank(pair, c, d=d, f=e)
+
+
+def test_the_order_of_keys_is_seen_by_the_module():
+    a, b, c, d, e, f = (torch.randn(3) for _ in range(6))
+    pair, turned = {"a": a, "b": b}, {"b": b, "a": a}
+    given = (pair, c), {"d": d, "e": e, "f": f}
+    (fixed,) = open_ranks(distmega.capture(Named(), *given), 1)
+    (dynamic,) = open_ranks(distmega.capture(Named(), *given, dynamic=True), 1)
+    orders = ((pair, {"e": e, "f": f}), (turned, {"e": e, "f": f}), (pair, {"f": f, "e": e}))
+    for each, more in (*orders, *orders):
+        assert_close(dynamic(each, c, d=d, **more), Named()(each, c, d=d, **more))
+    assert_close(fixed(pair, c, d=d, e=e, f=f), Named()(pair, c, d=d, e=e, f=f))
+    for each, more in orders[1:]:
+        with pytest.raises(CaptureError, match=r"like those at capture.*keys in their order"):
+            fixed(each, c, d=d, **more)
 
 
 class Signed(nn.Module):

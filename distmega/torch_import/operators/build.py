@@ -67,7 +67,7 @@ class Build:
         return self.results[0].dtype
 
     def name(self) -> str:
-        """A new name for an op of the node, which a module may have given to a tensor of its own."""
+        """A name for an op of the node that nothing has, the module's own tensors among it."""
         name = ""
         while not name or self.p.is_taken(name):
             name = f"{self.base}@{self._num_ops}" if self._num_ops else self.base
