@@ -46,7 +46,7 @@ def compile_graph(
     rank), and annotations by patterns of parameter names.
 
     Each combination of input shapes is captured when it first comes, and again where parameters
-    have other values then. Left to torch are graphs that overwrite a parameter, and calls with
+    lie elsewhere then. Left to torch are graphs that overwrite a parameter, and calls with
     inputs or parameters in the same memory of which the graph overwrites one. CaptureError for
     other options, a mode, which is for torch's own compiler, a mesh without a process group, and
     gradients.
@@ -74,10 +74,10 @@ def compile_graph(
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A compiled module, and the marks of the parameters that it was given."""
+    """A compiled module, and the addresses of the parameters that it was given."""
 
     module: CapturedModule
-    marks: tuple[tuple[int, int], ...]
+    addresses: tuple[int, ...]
 
 
 class _Compiled:
@@ -109,9 +109,9 @@ class _Compiled:
                 remedy="call the compiled model under torch.no_grad()",
             )
         key = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in args)
-        entry = self._entries.get(key)
-        if entry is None or not self._is_current(entry, args):
-            entry = _Entry(self._compile(args), _marks(args))
+        entry, addresses = self._entries.get(key), _addresses(args)
+        if entry is None or entry.addresses != addresses:
+            entry = _Entry(self._compile(args), addresses)
             self._entries[key] = entry
         tensors = [x for x in args if _comes_with_a_call(x)]
         graph = entry.module.captured.graph
@@ -120,25 +120,6 @@ class _Compiled:
             return found
         results: tuple[Any, ...] = entry.module(*tensors)
         return results
-
-    def _is_current(self, entry: _Entry, args: Sequence[Any]) -> bool:
-        """Whether the parameters are those that were compiled with, or changed in memory that the
-        compiled module reads.
-        """
-        marks = _marks(args)
-        if marks == entry.marks:
-            return True
-        parameters = [x for x in args if isinstance(x, nn.Parameter)]
-        compared = zip(marks, entry.marks, parameters, self._parameter_names(args), strict=True)
-        return all(
-            mark == before
-            or (mark[0] == before[0] and entry.module.shares_storage(name, parameter))
-            for mark, before, parameter, name in compared
-        )
-
-    def _parameter_names(self, args: Sequence[Any]) -> list[str]:
-        pairs = zip(self._names, args, strict=True)
-        return [name for name, x in pairs if isinstance(x, nn.Parameter)]
 
     def _compile(self, args: Sequence[Any]) -> CapturedModule:
         """The program for inputs of these shapes; parameters and sizes are bound to it."""
@@ -232,13 +213,9 @@ def _attach(module: nn.Module, path: Sequence[str], parameter: nn.Parameter) -> 
     module.register_parameter(path[-1], parameter)
 
 
-def _marks(args: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-    """Where each parameter lies, and how often it was changed in place."""
-    return tuple(
-        (x.data_ptr(), 0 if x.is_inference() else x._version)
-        for x in args
-        if isinstance(x, nn.Parameter)
-    )
+def _addresses(args: Sequence[Any]) -> tuple[int, ...]:
+    """Where each parameter lies in memory."""
+    return tuple(x.data_ptr() for x in args if isinstance(x, nn.Parameter))
 
 
 def _records_gradients(graph: fx.GraphModule) -> bool:

@@ -106,23 +106,28 @@ class Captured:
         return self.graph.opaque
 
     @property
+    def own(self) -> dict[str, Tensor]:
+        """Parameters and buffers that are weights and states, by the names of these, as the module
+        has them now.
+        """
+        found = {name: _tensor_of(self.module, target) for name, target in self.targets.items()}
+        return {name: x for name, x in found.items() if x is not None}
+
+    @property
     def tensors(self) -> Mapping[str, Tensor]:
         """Weights and the first values of states, by name, as the module has them now. CaptureError
         for one that has another shape or type since, or is shared under other names.
         """
-        tensors, now = dict(self.found), dict[str, Tensor]()
-        for name, target in self.targets.items():
-            given = _tensor_of(self.module, target)
-            if given is None:
-                continue
-            held = hold(given.detach())
+        tensors, now = dict(self.found), self.own
+        for name, given in now.items():
+            target, held = self.targets[name], hold(given.detach())
             if (held.shape, held.dtype) != (tensors[name].shape, tensors[name].dtype):
                 raise CaptureError(
                     f"{target!r} of shape {tuple(given.shape)} and {given.dtype}",
                     expected=f"{tuple(tensors[name].shape)} and {tensors[name].dtype}, as captured",
                     remedy="capture the module again",
                 )
-            tensors[name], now[name] = held, given
+            tensors[name] = held
         self._require_shared(now)
         return tensors
 
@@ -194,8 +199,9 @@ class Captured:
 class CapturedModule(OwnProcess):
     """A captured module on one rank. All ranks of the mesh make the same calls in the same order.
 
-    Inputs and results are whole on every rank. States live here from call to call; the module's own
-    buffers stay as they are.
+    Inputs and results are whole on every rank. Weights are the tensors that the module had when it
+    was compiled: what changes them in place is seen by the next call, tensors in their place are
+    not. States live here from call to call; the module's own buffers stay as they are.
     """
 
     how_to_remake = "capture the module and compile it in the other process"
@@ -217,6 +223,10 @@ class CapturedModule(OwnProcess):
         self._persistent: dict[str, Tensor] = {}
         self._layouts: dict[str, Layout] = {}
         self._states: set[str] = set()
+        self._sources: dict[str, Tensor] = {}
+        """The module's own tensors, of weights and first values of states."""
+        self._versions: dict[str, int] = {}
+        """Of those that programs hold copies of: how often each had been changed then."""
         self._forward = forward_signature(captured.module)
         self._last = self._open(captured, self.plan)
         self._steps: dict[Key, _CapturedStep] = {captured.key: self._last}
@@ -232,6 +242,7 @@ class CapturedModule(OwnProcess):
         flat, spec = pytree.tree_flatten((args, kwargs))
         step = self._step(flat, spec, args, kwargs)
         self._turn_to(step)
+        self._follow_module()
         graph = step.captured.graph
         given = {name: x for name, x in zip(graph.inputs, flat, strict=True) if name is not None}
         _require_apart(given, graph.updated.values())
@@ -270,14 +281,6 @@ class CapturedModule(OwnProcess):
     def state(self, name: str) -> Tensor:
         """This rank's part of a state; KeyError is a bug of the caller."""
         return self._persistent[name]
-
-    def shares_storage(self, name: str, whole: Tensor) -> bool:
-        """Whether a weight, by any of its names, is read where the module has it, so that changes
-        there are seen.
-        """
-        part = self._persistent.get(self.captured.names.get(name, name))
-        on_cpu = torch.device(self._device).type == "cpu"  # kernels of a GPU may hold copies
-        return part is not None and on_cpu and part.data_ptr() == whole.data_ptr()
 
     def _result(
         self,
@@ -345,6 +348,25 @@ class CapturedModule(OwnProcess):
                 step.compiled.bind({name: self._persistent[name] for name in changed})
             self._last = step
 
+    def _follow_module(self) -> None:
+        """Brings copies of weights up to what was changed in the module since."""
+        sources = self._sources
+        changed = [n for n, version in self._versions.items() if sources[n]._version != version]
+        for name in changed:
+            self._versions[name] = sources[name]._version
+            for step in self._steps.values():
+                if name in step.tensors and name not in self._states:
+                    step.load(name, hold(sources[name]))
+
+    def _note_copies(self, captured: Captured, compiled: CompiledProgram) -> None:
+        """Notes the weights that a program does not read where the module has them."""
+        bound = compiled.tensors
+        for name, given in captured.own.items():
+            source = self._sources.setdefault(name, given.detach())
+            has_trace = name not in self._states and not source.is_inference()
+            if has_trace and not _lie_in_one(source, bound[name]):
+                self._versions.setdefault(name, source._version)
+
     def _open(self, captured: Captured, plan: Plan) -> "_CapturedStep":
         """A program ready to run, on the weights and states that are there already."""
         compiled = CompiledProgram(plan, self._comm, self._device)
@@ -362,6 +384,7 @@ class CapturedModule(OwnProcess):
                 owner[name] = _part(compiled, name, whole)
         owners = {**self._persistent, **constants}
         compiled.bind({name: owners[name] for name in tensors})
+        self._note_copies(captured, compiled)
         end = captured.graph.ending
         return _CapturedStep(
             captured=captured,
@@ -385,8 +408,14 @@ class _CapturedStep:
     captured: Captured
     tensors: Mapping[str, Tensor]
     compiled: CompiledProgram
-    wholes: Mapping[str, Tensor]
+    wholes: dict[str, Tensor]
     ending: Callable[[Sequence[Tensor]], list[Any]] | None
+
+    def load(self, name: str, whole: Tensor) -> None:
+        """Takes the values that a weight has now."""
+        self.compiled.load({name: whole})
+        if name in self.wholes:
+            self.wholes[name] = whole.to(self.compiled.device)
 
     def end(self, tensors: Mapping[str, Tensor]) -> list[Any]:
         """Results that have no shape before they are there. RankFailure where torch has none."""
@@ -547,6 +576,11 @@ def _lie_together(x: Tensor, y: Tensor) -> bool:
         return True
     seen_so = (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
     return seen_so and bool(x.numel()) and not x.is_meta and x.data_ptr() == y.data_ptr()
+
+
+def _lie_in_one(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors lie in one memory, so that changes of one are seen in the other."""
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 def _are_equal(x: Tensor, y: Tensor) -> bool:

@@ -255,6 +255,25 @@ def test_parameters_are_those_that_the_model_has_now():
 
 
 @torch.no_grad()
+def test_changes_of_parameters_in_place_are_not_captured_anew(monkeypatch: pytest.MonkeyPatch):
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    model.weight = nn.Parameter(torch.randn(4, 4).t())  # lies turned, so that programs copy it
+    captures: list[object] = []
+
+    def counted(*args: Any) -> captured.Captured:
+        captures.append(args)
+        return captured.capture(*args)
+
+    monkeypatch.setattr(backend, "capture", counted)
+    compiled = torch.compile(model, backend=backend.compile_graph)
+    for value in (3.0, 2.0, 1.0):
+        assert_close(compiled(x), model(x))
+        model.load_state_dict({"weight": torch.eye(4) * value, "bias": torch.ones(4)})
+    assert_close(compiled(x), model(x))
+    assert len(captures) == 1
+
+
+@torch.no_grad()
 def test_inputs_in_the_same_memory_and_an_update_reach_each_other():
     def add(x: Tensor, y: Tensor) -> Tensor:
         x.add_(1)

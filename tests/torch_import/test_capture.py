@@ -1,5 +1,6 @@
 """Capture: states, inputs of many kinds, annotations by name, and an error for each mistake."""
 
+import copy
 import math
 import re
 from collections.abc import Callable
@@ -363,6 +364,58 @@ def test_weights_are_those_of_the_module_when_it_is_compiled():
     module.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
     with pytest.raises(CaptureError, match=r"'bias' of shape \(4,\) and torch.float64"):
         captured.compile()
+
+
+class Loaded(nn.Module):
+    """Weights that ranks divide, that lie turned, of a type that programs lack, that nothing but an
+    ending reads, and a buffer that training changes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 4))
+        self.turned = nn.Parameter(torch.randn(4, 4).t())
+        self.register_buffer("bytes", torch.arange(4, dtype=torch.uint8))
+        self.register_buffer("kept", torch.tensor([0, 1, 1, 0], dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.layers(x) @ self.turned
+        return x, self.bytes + 1, self.kept.nonzero(), self.turned
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_changes_weights_in_place_is_seen(num_ranks: int):
+    module, x = Loaded().eval(), torch.randn(5, 4)
+    other = {name: tensor + 1 for name, tensor in module.state_dict().items()}
+    other["turned"] = other["turned"].t().contiguous()
+    ranks = open_ranks(distmega.capture(module, (x,), dynamic=True), num_ranks)
+    changes = (
+        lambda: None,
+        lambda: module.load_state_dict(other),
+        lambda: module.layers[2].weight.mul_(2),
+        lambda: (module.turned.zero_(), module.kept.fill_(1)),
+    )
+    for rows in (5, 3):
+        for change in changes:
+            change()
+            assert_close(call(ranks, x[:rows]), module(x[:rows]))
+    expected = module(x)
+    module.layers[2].weight = nn.Parameter(torch.zeros(4, 3))
+    assert_close(call(ranks, x), expected)
+
+
+@torch.no_grad()
+def test_what_a_module_trained_is_not_undone_by_what_is_loaded():
+    module, x = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4)), torch.randn(5, 3)
+    ranks = open_ranks(distmega.capture(module.eval(), (x,), dynamic=True), 2)
+    own = copy.deepcopy(module)
+    for training in (False, True, False):
+        assert_close(call(ranks, x), own(x))
+        own.train(training), module.train(training)
+        for each in (own, module):
+            each[1].weight.mul_(2)
+        module[0].running_mean.fill_(7.0 if training else 0.0)
 
 
 class Tied(nn.Module):
