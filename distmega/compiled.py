@@ -422,8 +422,11 @@ class CompiledProgram(OwnProcess):
         self._guard.require_process()
         if self._deadline is not None:
             self._deadline.wait()
-        elif self.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self._kernel:
+            self._kernel.raise_hang()
+        self.comm.check_signals()
         self.comm.barrier()  # peers may have written into this rank's memory until then
         self._guard.close()
         if self._captured is not None:

@@ -1,7 +1,7 @@
 """torchrun's agent, for launch/torchrun.sh: `python -m distmega.launch.agent`, and torchrun's own
 arguments.
 
-A signal that ends it is its exit code, 130 for Ctrl-C, in place of a traceback and 1. Next:
+A signal that ends it gives its exit code, 128 and its number, in place of a traceback and 1. Next:
 launch/torchrun.py, in the ranks that it starts.
 """
 

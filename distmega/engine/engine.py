@@ -185,6 +185,7 @@ class Engine(OwnProcess):
             if self.device.type == "cuda":
                 limit_s = graph_limit_s(self.decode_plan.options.timeout_s)
                 await_queued(limit_s, f"the last calls of rank {self.comm.rank}")
+                torch.cuda.synchronize(self.device)
             self.comm.barrier()  # peers may have written into this rank's memory until then
             self._calls.are_over = True
             self._prefills.close()

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from distmega.errors import ProgramError, VerifyError
-from distmega.program.types import Program, accesses
+from distmega.program.types import Program
 from distmega.sharding.search.cost import DeviceRates
+from distmega.superopt.graph.axes import used_part
 from distmega.superopt.graph.cost import graph_us, program_us
 from distmega.superopt.graph.text import print_graph
 from distmega.superopt.graph.ugraph import UGraph
@@ -49,7 +50,7 @@ class Optimizer:
     search: Search = field(init=False)
 
     def __post_init__(self) -> None:
-        self.program = without_unused(self.program)
+        self.program = used_part(self.program)
         self.search = Search(self.program, self.machine, self.limits)
 
     def run(self) -> Iterator[Progress | RewriteRule | Refusal]:
@@ -108,21 +109,6 @@ class Optimizer:
 
     def _is_good_in_ops(self, candidate: Candidate) -> bool:
         return _is_good_in_ops(self.program, candidate.graph, self.seed)
-
-
-def without_unused(program: Program) -> Program:
-    """The program without ops that no output needs, and what they alone use."""
-    needed = set(program.outputs)
-    ops = []
-    for op in reversed(program.ops):
-        if not needed.isdisjoint(access.tensor for access in op.writes):
-            ops.append(op)
-            needed.update(access.tensor for access in op.reads)
-    if len(ops) == len(program.ops):
-        return program
-    left = {access.tensor for op in program.ops for access in accesses(op)} - needed
-    tensors = tuple(tensor for tensor in program.tensors if tensor.name not in left)
-    return replace(program, tensors=tensors, ops=tuple(reversed(ops)))
 
 
 def _is_good_in_ops(program: Program, graph: UGraph, seed: int) -> bool:

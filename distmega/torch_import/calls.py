@@ -31,6 +31,20 @@ def forward_signature(module: object) -> inspect.Signature | None:
         return None
 
 
+def num_plain(forward: inspect.Signature | None) -> int:
+    """How many arguments forward takes where all come by place and none has a default, so that as
+    many need no binding; -1 where it takes others too.
+    """
+    if forward is None:
+        return -1
+    by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    plain = all(
+        each.kind in by_place and each.default is inspect.Parameter.empty
+        for each in forward.parameters.values()
+    )
+    return len(forward.parameters) if plain else -1
+
+
 def bind_arguments(
     forward: inspect.Signature | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -5,7 +5,7 @@ the module is. Start at `capture`; next on the walk: exported.py.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ from distmega.torch_import.calls import (
     bind_arguments,
     called_like,
     forward_signature,
+    num_plain,
     signature_of,
     word,
 )
@@ -200,8 +201,9 @@ class CapturedModule(OwnProcess):
     """A captured module on one rank. All ranks of the mesh make the same calls in the same order.
 
     Inputs and results are whole on every rank. Weights are the tensors that the module had when it
-    was compiled: what changes them in place is seen by the next call, tensors in their place are
-    not. States live here from call to call; the module's own buffers stay as they are.
+    was compiled: what changes them in place is seen by the next call (through `.data` only where a
+    program reads the module's memory), tensors in their place are not. States live here from call
+    to call; the module's own buffers stay as they are.
     """
 
     how_to_remake = "capture the module and compile it in the other process"
@@ -228,17 +230,27 @@ class CapturedModule(OwnProcess):
         self._versions: dict[str, int] = {}
         """Of those that programs hold copies of: how often each had been changed then."""
         self._forward = forward_signature(captured.module)
+        self._num_plain = num_plain(self._forward)
+        self._parts = tuple(captured.module.modules())
+        self._is_closed = False
         self._last = self._open(captured, self.plan)
         self._steps: dict[Key, _CapturedStep] = {captured.key: self._last}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives; results that are views of inputs are so here. Arguments come by
-        place or by name, or are left out, as in a call of the module; ArgumentsError where that
-        would be a TypeError. CaptureError for inputs that don't fit those it was captured with,
-        other numbers and keys in another order among them, and for one that the module overwrites
-        while another lies in the same memory.
+        place or by name, or are left out, as in a call of the module; ArgumentsError where the
+        signature of its forward does not take them. CaptureError for inputs that don't fit those it
+        was captured with, other numbers and keys in another order among them, and for one that the
+        module overwrites while another lies in the same memory.
         """
-        args, kwargs = bind_arguments(self._forward, args, kwargs)
+        if self._is_closed:
+            raise ProgramError(
+                f"a call of a captured {type(self.captured.module).__name__} after its close()",
+                expected="calls before",
+                remedy="compile it again, on all ranks",
+            )
+        if kwargs or len(args) != self._num_plain:
+            args, kwargs = bind_arguments(self._forward, args, kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))
         step = self._step(flat, spec, args, kwargs)
         self._turn_to(step)
@@ -267,9 +279,13 @@ class CapturedModule(OwnProcess):
         """Releases its programs, weights, states and communicator: CompiledProgram.close() of each.
         All ranks call it together; later calls raise ProgramError.
         """
+        if self._is_closed:
+            return
         for step in self._steps.values():
             step.compiled.close()
-        self._persistent.clear()
+        self._is_closed = True
+        for held in (self._persistent, self._sources, self._versions):
+            held.clear()
         self._comm.close()
 
     def explain(self) -> str:
@@ -322,7 +338,7 @@ class CapturedModule(OwnProcess):
         if that is allowed.
         """
         dynamic = self.captured.dynamic
-        modes = _modes_of(self.captured.module) if dynamic else self.captured.modes
+        modes = _modes_of(self._parts) if dynamic else self.captured.modes
         key = spec, signature_of(flat), modes
         if key in self._steps:
             return self._steps[key]
@@ -353,10 +369,10 @@ class CapturedModule(OwnProcess):
         sources = self._sources
         changed = [n for n, version in self._versions.items() if sources[n]._version != version]
         for name in changed:
-            self._versions[name] = sources[name]._version
             for step in self._steps.values():
                 if name in step.tensors and name not in self._states:
                     step.load(name, hold(sources[name]))
+            self._versions[name] = sources[name]._version  # a load may write where it read
 
     def _note_copies(self, captured: Captured, compiled: CompiledProgram) -> None:
         """Notes the weights that a program does not read where the module has them."""
@@ -507,13 +523,13 @@ def capture(
         signature=signature_of(flat),
         in_spec=in_spec,
         out_spec=exported.call_spec.out_spec,
-        modes=_modes_of(module),
+        modes=_modes_of(module.modules()),
         dynamic=dynamic,
     )
 
 
-def _modes_of(module: nn.Module) -> Modes:
-    return tuple(part.training for part in module.modules())
+def _modes_of(parts: Iterable[nn.Module]) -> Modes:
+    return tuple([part.training for part in parts])
 
 
 def _require_inputs_apart(

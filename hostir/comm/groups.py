@@ -26,8 +26,8 @@ def close_left(gather: Callable[[list[str]], Sequence[list[str]]], ranks: Sequen
     """Closes groups that all of their ranks have left, on all of them in the same order. gather:
     gives what each of `ranks` tells, in their order; all of them call this together.
     """
-    mine = {group.group_name: group for group in _left if _is_open(group)}
-    _left[:] = mine.values()
+    seen = [*_left]
+    mine = {group.group_name: group for group in seen if _is_open(group)}
     left_by = dict(zip(ranks, gather(sorted(mine)), strict=True))
     done = [
         group
@@ -36,7 +36,10 @@ def close_left(gather: Callable[[list[str]], Sequence[list[str]]], ranks: Sequen
     ]
     if any(dist.get_backend(group) == "nccl" for group in done):
         torch.cuda.synchronize()  # a GPU may be behind the host that dropped them
-    _left[:] = [group for group in _left if group not in done]
+    waiting = [group for group in mine.values() if group not in done]
+    for group in seen:  # one by one: more may be left meanwhile, wherever garbage is collected
+        if group not in waiting:
+            _left.remove(group)
     close_groups(done)
 
 

@@ -73,7 +73,9 @@ def graph_limit_s(timeout_s: float) -> float:
 
 
 class _Watcher:
-    """The thread that looks at all deadlines with calls under way. There is none without these."""
+    """The thread that looks at all deadlines whose calls are not known to have ended. There is none
+    without these.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,7 +98,11 @@ class _Watcher:
         while watched:
             time.sleep(min(1.0, *(each.limit_s / 4 for each in watched)))
             for each in watched:
-                each.look(time.monotonic())
+                try:
+                    each.look(time.monotonic())
+                except Exception:  # of a GPU that has failed: others are watched on
+                    logger.exception("%s: no longer watched", each.what)
+                    each.forget()
             watched = self._drop_idle()
 
     def _drop_idle(self) -> "list[Deadline]":
@@ -132,6 +138,10 @@ class Deadline:
         """Whether calls are under way, as far as anybody has asked."""
         return bool(self._marks)
 
+    def forget(self) -> None:
+        """Nobody asks for the calls so far any more."""
+        self._marks = ()
+
     def note(self, stream: torch.cuda.Stream | None = None) -> None:
         """A call has been queued on a stream, by default the current one, which torch takes long to
         tell.
@@ -151,7 +161,7 @@ class Deadline:
         try:
             await_queued(self.limit_s, self.what)
         finally:
-            self._marks = ()
+            self.forget()
 
     def look(self, now: float) -> None:
         """Ends the process if a marked call is still under way long behind its limit."""

@@ -369,11 +369,13 @@ def _choose(
     """Decided by what is equal on all ranks."""
     if _on_hopper(x) and isinstance(comm, NcclCommunicator):
         rates = rates_of(measured(comm))
+        alone = _have_own_gpus()
         problem = kernel_problem(collective, extents, "bf16", rates)
+        problem = problem if alone else problem or "a GPU for each rank"
         if forced and not problem:
             return tiles_choice(collective, extents, rates)
         if forced is None and extents.num_ranks > 1:
-            return choose_means(collective, extents, rates, beside=_have_own_gpus())
+            return choose_means(collective, extents, rates, beside=alone)
     else:
         problem = "bf16 on Hopper GPUs"
     if forced:

@@ -87,9 +87,12 @@ def test_a_closed_engine_lets_go():
             call()
 
 
-def test_a_closed_module_lets_go():
-    step = distmega.capture(nn.Linear(4, 3), (torch.ones(2, 4),)).compile()
+def test_a_closed_module_takes_no_call():
+    """Nor one of other shapes, which an open module would be captured for."""
+    step = distmega.capture(nn.Linear(4, 3), (torch.ones(2, 4),), dynamic=True).compile()
     step(torch.ones(2, 4))
-    step.close()
-    with pytest.raises(ProgramError, match=r"after its close\(\)"):
-        step(torch.ones(2, 4))
+    for _ in range(2):
+        step.close()
+    for rows in (2, 5):
+        with pytest.raises(ProgramError, match=r"Linear after its close\(\)"):
+            step(torch.ones(rows, 4))

@@ -325,6 +325,14 @@ def test_ops_that_no_output_needs_are_left_out():
     assert applied.attr("expr") == "exp((a0 * 2.0))"
 
 
+def test_an_update_of_a_state_is_no_op_that_nobody_needs():
+    p = ProgramBuilder("updated")
+    x, state = p.input("x", (4, 6)), p.state("s", (4, 6))
+    p.set(x.map("a0 + 1"), into=state)
+    with pytest.raises(ProgramError, match="uses a state"):
+        rules_of(p.build(x.map("a0 * 2")))
+
+
 def test_joined_operands_are_no_ordinary_ops():
     graphs = [parse_graph(rule.graph) for rule in rules_of(programs.lora("f32"))]
     joined = [g for g in graphs if any(op.kind == "cat" for k in g.kernels for op in k.ops)]

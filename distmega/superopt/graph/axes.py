@@ -302,8 +302,8 @@ def _named(
 
 
 def used_part(program: Program) -> Program:
-    """The same without ops on whose results no output and no state depends: they may read an input
-    along axes that only have equal extents by chance.
+    """The same without ops on whose results no output and no state depends, and without what they
+    alone use: they may read an input along axes that only have equal extents by chance.
     """
     needed = {*program.outputs, *(t.name for t in program.tensors if t.role != "temp")}
     kept: list[Op] = []
@@ -311,7 +311,11 @@ def used_part(program: Program) -> Program:
         if any(access.tensor in needed for access in op.writes):
             kept.append(op)
             needed |= {access.tensor for access in op.reads}
-    return replace(program, ops=tuple(reversed(kept)))
+    used, known = (
+        {access.tensor for op in ops for access in accesses(op)} for ops in (kept, program.ops)
+    )
+    tensors = tuple(t for t in program.tensors if t.name in used or t.name not in known)
+    return replace(program, tensors=tensors, ops=tuple(reversed(kept)))
 
 
 def shrink_program(program: Program, axes: Axes, extents: Mapping[str, int]) -> Program:

@@ -112,7 +112,7 @@ def until(holds: Callable[[], bool]) -> bool:
 def test_one_thread_watches_all_deadlines_and_ends_with_their_calls(
     ended: threading.Event, watching: Callable[[], list[threading.Thread]]
 ):
-    programs = [Deadline(f"calls {number}", 0.4) for number in range(20)]
+    programs = [Deadline(f"calls {number}", 60.0) for number in range(20)]
     for _ in range(3):
         for calls in programs:
             calls.note()
@@ -123,6 +123,18 @@ def test_one_thread_watches_all_deadlines_and_ends_with_their_calls(
     programs[0].wait()
     assert until(lambda: not watching())
     assert not ended.is_set()
+
+
+def test_a_program_whose_gpu_failed_leaves_others_watched(
+    monkeypatch: pytest.MonkeyPatch, ended: threading.Event
+):
+    failed, other = Deadline("failed", 0.05), Deadline("other", 0.05)
+    monkeypatch.setattr(failed, "look", Mock(side_effect=RuntimeError("CUDA error")))
+    monkeypatch.setattr(Event, "needed", 10**9)
+    failed.note()
+    assert until(lambda: not failed.has_marks)
+    other.note()
+    assert ended.wait(60)
 
 
 def test_calls_behind_the_end_of_the_thread_are_watched_by_another(
