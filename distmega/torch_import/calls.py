@@ -37,9 +37,9 @@ def num_plain(forward: inspect.Signature | None) -> int:
     """
     if forward is None:
         return -1
-    by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     plain = all(
-        each.kind in by_place and each.default is inspect.Parameter.empty
+        each.kind in positional and each.default is inspect.Parameter.empty
         for each in forward.parameters.values()
     )
     return len(forward.parameters) if plain else -1
