@@ -403,13 +403,16 @@ class CompiledProgram(OwnProcess):
         if a rank doesn't come, or a signal did not; the program's states are void then.
         """
         with self._guard:
-            if self._deadline is not None:
-                self._deadline.wait()
-            elif self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            if self._kernel:
-                self._kernel.raise_hang()
-            self.comm.check_signals()
+            self._await_calls()
+
+    def _await_calls(self) -> None:
+        if self._deadline is not None:
+            self._deadline.wait()
+        elif self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self._kernel:
+            self._kernel.raise_hang()
+        self.comm.check_signals()
 
     def close(self) -> None:
         """Releases the program's graph, its kernel and the memory of these, lets go of what is
@@ -420,13 +423,9 @@ class CompiledProgram(OwnProcess):
         if self._guard.is_closed:
             return
         self._guard.require_process()
-        if self._deadline is not None:
-            self._deadline.wait()
+        self._await_calls()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        if self._kernel:
-            self._kernel.raise_hang()
-        self.comm.check_signals()
+            torch.cuda.synchronize(self.device)  # calls on other streams than the current one
         self.comm.barrier()  # peers may have written into this rank's memory until then
         self._guard.close()
         if self._captured is not None:

@@ -11,7 +11,6 @@ import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from distmega.errors import CaptureError
 from distmega.hostir.comm.communicator import require_mesh
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.torch_import.captured import CapturedModule, capture
-from distmega.torch_import.conversion import overlap
+from distmega.torch_import.conversion import numbered, overlap
 
 OPTIONS = ("mesh", "annotations")
 """What torch.compile's options may hold."""
@@ -191,8 +190,8 @@ class _Paths:
     def add(self, name: str) -> str:
         """The name, its first part numbered unless it is free."""
         first, dot, rest = name.partition(".")
-        others = (f"{first}#{number}{dot}{rest}" for number in count(2))
-        found = next(each for each in chain([name], others) if self.is_free(each))
+        first = numbered(first, lambda each: not self.is_free(f"{each}{dot}{rest}"))
+        found = f"{first}{dot}{rest}"
         self._names.add(found)
         self._modules |= _modules(found)
         return found

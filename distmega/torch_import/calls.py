@@ -51,7 +51,7 @@ def bind_arguments(
     """Arguments as forward has them, whichever way they came: by place up to the first that is left
     out, the others by name in the order of its parameters; what it takes as **kwargs as given,
     since it sees the order of these. One that is its parameter's default is left out.
-    ArgumentsError where a call of the module would be a TypeError.
+    ArgumentsError where the signature does not take them.
     """
     if forward is None:
         return tuple(args), dict(kwargs)

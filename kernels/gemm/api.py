@@ -371,7 +371,7 @@ def _choose(
         rates = rates_of(measured(comm))
         alone = _have_own_gpus()
         problem = kernel_problem(collective, extents, "bf16", rates)
-        problem = problem if alone else problem or "a GPU for each rank"
+        problem = problem or ("" if alone else "a GPU for each rank")
         if forced and not problem:
             return tiles_choice(collective, extents, rates)
         if forced is None and extents.num_ranks > 1:

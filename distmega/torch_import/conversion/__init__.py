@@ -10,6 +10,7 @@ node is, memory.py which results share memory.
 from distmega.torch_import.conversion.converter import convert
 from distmega.torch_import.conversion.graph import Continue, Empty, Graph, Late, Output, Shared
 from distmega.torch_import.conversion.memory import apply_views, overlap
+from distmega.torch_import.conversion.nodes import numbered
 
 __all__ = [
     "Continue",
@@ -20,5 +21,6 @@ __all__ = [
     "Shared",
     "apply_views",
     "convert",
+    "numbered",
     "overlap",
 ]

@@ -103,7 +103,7 @@ class Inputs:
         if 0 in value.shape:
             self.names.append(None)
             return Constant(torch.empty(tensor_result(value, node.name).shape, dtype=value.dtype))
-        name = numbered(plain_name(node.name), {*self.targets, *self.declared})
+        name = numbered(plain_name(node.name), {*self.targets, *self.declared}.__contains__)
         self.names.append(name)
         found = _declared(name, value, self.p.input)
         self.declared[name] = found.held if isinstance(found, Foreign) else found

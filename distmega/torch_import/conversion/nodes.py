@@ -8,7 +8,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
@@ -74,15 +74,15 @@ def distinct_names(names: Iterable[str]) -> dict[str, str]:
     taken = {*found}
     for name in names:
         if name not in found:
-            found[name] = numbered(plain_name(name), taken)
+            found[name] = numbered(plain_name(name), taken.__contains__)
             taken.add(found[name])
     return found
 
 
-def numbered(name: str, taken: Container[str]) -> str:
+def numbered(name: str, is_taken: Callable[[str], bool]) -> str:
     """The name, with a number behind it where it is taken."""
     others = (f"{name}#{number}" for number in count(2))
-    return next(each for each in chain([name], others) if each not in taken)
+    return next(each for each in chain([name], others) if not is_taken(each))
 
 
 def packet_name(node: fx.Node) -> str:
