@@ -13,7 +13,7 @@ def kind_of(queues: RowQueues, one: Instruction) -> str:
     epilogue = queues.epilogues[one.opcode]
     if epilogue.ranked:
         return "head"
-    if epilogue.summed:
+    if epilogue.summed or epilogue.deferred:
         return "sum"
     if epilogue.num_streams == 2:
         return "gated"

@@ -116,6 +116,7 @@ def sum_partials(
     flag0,
     FORMULA: gl.constexpr,
     NUM_CARRIED: gl.constexpr,
+    FIRST_CARRIES: gl.constexpr,
     PUBLISHES: gl.constexpr,
     GIVEN: gl.constexpr,
     RANKS: gl.constexpr,
@@ -123,18 +124,22 @@ def sum_partials(
     """All rows of this SM: the ranks' products in rank order, then the formula, kept and published
     here.
 
-    flag0: the flag of the embedded id, where the formula takes its row. GIVEN: that row is an
+    flag0: the flag of the embedded id, where the formula takes its row. FIRST_CARRIES: the formula
+    was applied to the parts. GIVEN: that row is an
     input, which every rank has; peers that hand out the next one must not wait for this read.
     """
     num_rows = words[LIN_NUM_ROWS]
     row = words[LIN_ROW0] + 2 * gl.arange(0, THREADS, layout=PER_THREAD)
     limit = gl.minimum(words[LIN_ROW0] + words[NUM_UNITS] * UNIT_ROWS, num_rows)
     wanted = row < limit
-    carries = wanted & (words[LIN_CARRY] >= 0)
-    own = kept + words[LIN_CARRY] + row
-    low = gl.load(own, mask=carries, other=0.0)
-    high = gl.load(own + 1, mask=carries, other=0.0)
-    if GIVEN:
+    if not FIRST_CARRIES:
+        carries = wanted & (words[LIN_CARRY] >= 0)
+        own = kept + words[LIN_CARRY] + row
+        low = gl.load(own, mask=carries, other=0.0)
+        high = gl.load(own + 1, mask=carries, other=0.0)
+    if FIRST_CARRIES:
+        pass
+    elif GIVEN:
         given = wanted & ((words[LIN_PACKED] & CARRY_EMBEDDED) != 0)
         low += gl.load(embed + row, mask=given, other=0.0).to(gl.float32)
         high += gl.load(embed + row + 1, mask=given, other=0.0).to(gl.float32)
@@ -152,7 +157,10 @@ def sum_partials(
     total_low, total_high = sum_ranks(
         symmetric, first, num_rows.to(gl.int64) * 8, flag, wanted, RANKS
     )
-    if NUM_CARRIED == 2:
+    if FIRST_CARRIES:
+        low = total_low
+        high = total_high
+    elif NUM_CARRIED == 2:
         low = evaluate(FORMULA, (total_low, low, low2))
         high = evaluate(FORMULA, (total_high, high, high2))
     else:

@@ -186,7 +186,9 @@ class Epilogue:
     vectors that stay with this SM and that the formula takes. summed: the product is summed over
     ranks first. ranked: an id is chosen from the results. weighted: rows are those of chosen
     experts, and what an expert weighs is the formula's last argument. gathered: every rank gets
-    what is published, each rank's part behind that of the rank before.
+    what is published, each rank's part behind that of the rank before. deferred: these are parts
+    of a sum, which readers add up. first_carries: what is carried is in the first rank's part of
+    the sum, which then is one of parts alone.
     """
 
     num_streams: int
@@ -197,6 +199,8 @@ class Epilogue:
     ranked: bool
     weighted: bool = False
     gathered: bool = False
+    deferred: bool = False
+    first_carries: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +216,8 @@ class RowFormula:
 
     norm: "rms_norm", "layer_norm" or "softmax"; "copy" where x is taken as it is, "heard"
     where all of it is waited for then; "" where no x is.
-    numbers: whether x is published as f32, else in pairs of bf16. publishes, num_carried: as of an
+    numbers: whether x is published as f32, else in pairs of bf16; parts: whether as many parts of
+    it are as there are ranks, to be added up. publishes, num_carried: as of an
     Epilogue; has_table: whether the last argument is the row of a table.
     """
 
@@ -222,6 +227,7 @@ class RowFormula:
     publishes: Publishes
     num_carried: int
     has_table: bool
+    parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

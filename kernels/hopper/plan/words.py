@@ -59,17 +59,18 @@ STAMPS = 4
 """Stamps of a traced instruction: start, inputs there, first group or blocks done, end."""
 
 FROM_EMBEDDING, CARRY_EMBEDDED, PAIRED, LAYER_NORM, KEEP_NORMED, CARRY_TWO = 1, 2, 4, 8, 16, 32
-EXPERT_ROWS, EXPERT_COLUMNS = 64, 128
+EXPERT_ROWS, EXPERT_COLUMNS, X_PARTS, KEEP_X = 64, 128, 256, 512
 """Linear.flags: x is the table's row of the current id; what is carried is; units of two
 streams take turns; the norm of x is a layer norm, else an rms norm; the SM normalises its rows of x
-too, where it keeps them; the epilogue takes a second vector that the SM keeps.
+too, where it keeps them; the epilogue takes a second vector that the SM keeps. x is the sum of as
+many parts as there are ranks; the SM adds the other ranks' to its rows of x, where it keeps them.
 """
 AT_POSITION, BIASED = 4, 8
 """Pointwise.flags, besides FROM_EMBEDDING and CARRY_EMBEDDED: the table's row is that of the
 position, else of the id; a bias lies behind the norm's weight.
 """
-DELTA_SHIFT, MATRIX_SHIFT = 8, 24
-"""Of Linear.flag_delta, 16 bits with a sign, and Linear.matrix in the word that they share with the
+DELTA_SHIFT, MATRIX_SHIFT = 10, 24
+"""Of Linear.flag_delta, 14 bits with a sign, and Linear.matrix in the word that they share with the
 flags.
 """
 NOTHING = -1
@@ -116,11 +117,13 @@ class RowLinear:
     in the vectors, or NOTHING; of a layer norm the bias lies behind the weight, of two streams the
     second one's bias behind the first one's, at the next multiple of VECTOR_MULTIPLE. dst: first
     flagged word of the whole output, where the epilogue publishes one; in front of it, where the
-    product is summed over ranks, lie num_rows words of each rank's part. row0: first row there;
+    product is summed over ranks, lie num_rows words of each rank's part; where readers add up,
+    dst is of this rank's part. With X_PARTS x is such a sum: src is the first rank's part, and
+    num_src_words lie between one and the next. row0: first row there;
     num_rows: of the output. keep, carry: f32 elements of what stays with this SM, that the epilogue
-    writes and takes, or NOTHING; with KEEP_NORMED, carry is x, of which the SM has as many units as
-    of any matrix of so many rows. With CARRY_TWO, pair_row is the second vector that the epilogue
-    takes.
+    writes and takes, or NOTHING; with KEEP_NORMED or KEEP_X, carry is x, of which the SM has as
+    many units as of any matrix of so many rows. With CARRY_TWO, pair_row is the second vector that
+    the epilogue takes.
 
     With EXPERT_ROWS, weight_row and pair_row are the first rows of the first expert, and row0 tells
     which slots the units are of (plan.ExpertShape). With EXPERT_COLUMNS, each slice of columns is

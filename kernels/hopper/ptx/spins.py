@@ -160,6 +160,16 @@ def rank_loads(num_ranks: int) -> tuple[tuple[int, int, int], ...]:
 
 
 @constexpr_function
+def part_loads(num_ranks: int, num_chunks: int) -> tuple[tuple[int, int, int], ...]:
+    """Two words of each chunk at each pointer, of those that the count reaches."""
+    return tuple(
+        (rank, behind, least)
+        for rank in range(num_ranks)
+        for _, behind, least in chunk_loads(num_chunks)
+    )
+
+
+@constexpr_function
 def spin_operands(num_loads: int, num_pointers: int) -> str:
     """Constraints of spin_asm; num_pointers: with the stride, if strided."""
     return "=&r," * (2 * num_loads) + "l,r,r" + ",l" * num_pointers
@@ -207,6 +217,21 @@ def spin_chunks(symmetric, pointers, flag, num_left, NUM: gl.constexpr, WRITERS:
         spin_operands(NUM, 1),
         [symmetric, flag, num_left, pointers],
         dtype=spin_types(NUM),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def spin_parts(
+    symmetric, pointers, stride_bytes, flag, num_left, NUM: gl.constexpr, RANKS: gl.constexpr
+):
+    """As spin_chunks of each rank's part, which peers wrote, from the first rank's on."""
+    return gl.inline_asm_elementwise(
+        spin_asm(part_loads(RANKS, NUM), "sys", True),
+        spin_operands(RANKS * NUM, 2),
+        [symmetric, flag, num_left, pointers, stride_bytes],
+        dtype=spin_types(RANKS * NUM),
         is_pure=False,
         pack=1,
     )

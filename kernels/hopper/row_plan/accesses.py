@@ -17,6 +17,7 @@ from distmega.kernels.hopper.plan.words import (
     PAIRED,
     PARTIAL_EXTRA,
     UNIT_ROWS,
+    X_PARTS,
     Instruction,
     RowAttention,
     RowBarrier,
@@ -108,24 +109,30 @@ def reads(one: Instruction, queues: RowQueues) -> Iterator[Read]:
                     rows = 2 if formula.numbers else 4
                     first, behind = (at // rows * 2 for at in (one.row0, last_row(one) + rows - 1))
                     words = range(one.src + first, one.src + behind)
+                elif formula.parts:
+                    words = range(one.src, one.src + queues.num_ranks * one.num_src_words)
                 yield Read(words=words, generation=one.generation - one.flag_delta)
         case RowEmbed() | RowBarrier():
             return
 
 
 def _linear_reads(one: RowLinear, queues: RowQueues) -> Iterator[Read]:
+    epilogue, first, last = queues.epilogues[one.opcode], one.row0, last_row(one)
+    embedded = range(EMBEDDED + first // 4 * 2, EMBEDDED + (last + 3) // 4 * 2)
+    is_embedded = one.flags & CARRY_EMBEDDED and queues.ids
     if not one.flags & FROM_EMBEDDING:
-        words = range(one.src, one.src + one.num_src_words)
+        parts = queues.num_ranks if one.flags & X_PARTS else 1
+        words = range(one.src, one.src + parts * one.num_src_words)
         yield Read(words=words, generation=one.generation - one.flag_delta)
-    if queues.epilogues[one.opcode].summed:
-        first, last = one.row0, last_row(one)
+    if epilogue.deferred and is_embedded:
+        yield Read(words=embedded, generation=0)
+    if epilogue.summed:
         for rank in range(queues.num_ranks):
             part = one.dst + (rank - queues.num_ranks) * one.num_rows
             words = range(part + first, part + last)
             yield Read(words=words, generation=one.generation, phase=1)
-        if one.flags & CARRY_EMBEDDED and queues.ids:
-            words = range(EMBEDDED + first // 4 * 2, EMBEDDED + (last + 3) // 4 * 2)
-            yield Read(words=words, generation=0, phase=1)
+        if is_embedded:
+            yield Read(words=embedded, generation=0, phase=1)
 
 
 def step_reads(queues: RowQueues) -> Iterator[Read]:

@@ -93,6 +93,8 @@ class RowDraft:
     formulas: list[RowFormula] = field(default_factory=list)
     gathers: Mapping[str, FusedGather] = field(default_factory=dict)
     """Gathers over ranks, by what they take."""
+    deferred: Mapping[str, str] = field(default_factory=dict)
+    """Sums over ranks that readers add up, with the op that keeps each (deferred.py)."""
     tables: Mapping[str, FusedEmbedding] = field(default_factory=dict)
     """Embeddings besides the one whose row linears take, by what they give."""
     positions: str = ""

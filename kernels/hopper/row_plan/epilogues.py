@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED
 from distmega.kernels.hopper.plan.types import Epilogue, Publishes, unfit
 from distmega.kernels.hopper.plan.words import MAX_EPILOGUES
+from distmega.kernels.hopper.row_plan.deferred import first_carries
 from distmega.kernels.hopper.row_plan.draft import POLLED_WORDS, RowDraft
 from distmega.kernels.tasks.fuse import (
     Fused,
@@ -50,7 +51,8 @@ def signature_of(draft: RowDraft, op: Fused) -> tuple[object, ...]:
         return (type(op).__name__,)
     sizes = tuple(draft.placed.rows_of(name) for stream in op.streams for name in stream.weights)
     slots, roles = op.experts and op.experts.by, attention_roles(draft, op.outs)
-    ranks = op.num_ranks, is_gathered(draft, op)
+    deferred = is_deferred(draft, op), first_carries(draft, op)
+    ranks = op.num_ranks, is_gathered(draft, op), *deferred
     numbers = published_form(draft, op.name, op.outs, len(op.streams)) == "numbers"
     return "contraction", draft.length(op), sizes, op.formula, *ranks, numbers, slots, *roles
 
@@ -87,16 +89,24 @@ def epilogue_of(draft: RowDraft, op: FusedContraction) -> Epilogue:
         raise unfit(f"{op.name!r}, whose epilogue takes {op.operands}")
     if draft.is_ranked(op) and (len(op.streams) > 1 or op.num_ranks > 1):
         raise unfit(f"{op.name!r}, which an id is chosen from, of several products")
+    deferred = is_deferred(draft, op)
     return Epilogue(
         num_streams=len(op.streams),
         formula=op.formula,
         publishes=published_form(draft, op.name, op.outs, len(op.streams)),
         num_carried=len(op.operands),
-        summed=op.num_ranks > 1,
+        summed=op.num_ranks > 1 and not deferred,
         ranked=draft.is_ranked(op),
         weighted=is_weighted(op),
-        gathered=is_gathered(draft, op),
+        gathered=deferred or is_gathered(draft, op),
+        deferred=deferred,
+        first_carries=first_carries(draft, op),
     )
+
+
+def is_deferred(draft: RowDraft, op: FusedContraction) -> bool:
+    """Whether its result is a sum over ranks that readers add up."""
+    return op.outs[0] in draft.deferred
 
 
 def is_gathered(draft: RowDraft, op: FusedContraction) -> bool:
@@ -117,7 +127,8 @@ def epilogue_key(one: Epilogue) -> tuple[object, ...]:
     """What ops of one epilogue have in common: all but whether somebody polls their results."""
     numbers = one.publishes == "numbers"
     kind = one.num_streams, one.formula, numbers
-    return *kind, one.summed, one.ranked, one.weighted, one.gathered
+    over_ranks = one.summed, one.gathered, one.deferred, one.first_carries
+    return *kind, *over_ranks, one.ranked, one.weighted
 
 
 def epilogue_number(draft: RowDraft, op: FusedContraction) -> int:

@@ -15,15 +15,18 @@ from distmega.kernels.hopper.plan.words import (
     EXPERT_ROWS,
     FROM_EMBEDDING,
     KEEP_NORMED,
+    KEEP_X,
     LAYER_NORM,
     MAX_SMS,
     NOTHING,
     PAIRED,
     UNIT_ROWS,
+    X_PARTS,
     RowLinear,
     RowRoute,
 )
 from distmega.kernels.hopper.row_plan.choice import reserve_logits
+from distmega.kernels.hopper.row_plan.deferred import first_carries
 from distmega.kernels.hopper.row_plan.draft import Made, RowDraft
 from distmega.kernels.hopper.row_plan.epilogues import epilogue_number, is_weighted
 from distmega.kernels.tasks.fuse import FusedContraction, FusedRouting
@@ -85,7 +88,7 @@ def reserve_results(
     size = {"nothing": 0, "numbers": rows, "pairs": rows // len(op.streams) // 2}
     num_words = size[epilogue.publishes]
     kind, generation = draft.turn(draft.classes[nth])
-    if op.num_ranks > 1:
+    if epilogue.summed:
         draft.reserve(f"parts of {kind}", draft.num_ranks * rows)
     if draft.is_ranked(op):
         draft.rank_logits = rows
@@ -107,6 +110,10 @@ def find_carried(draft: RowDraft, nth: int, op: FusedContraction) -> tuple[int, 
     carry, second = [carry for carry, _ in (*carries, *[(NOTHING, False)] * MAX_CARRIED)][:2]
     flags = CARRY_EMBEDDED if any(embedded for _, embedded in carries) else 0
     flags |= CARRY_TWO if second != NOTHING else 0
+    if first_carries(draft, op) and draft.team_rank > 0:
+        return NOTHING, NOTHING, 0
+    if draft.team_rank == 0 and draft.deferred.get(op.x) == op.name:
+        return draft.of_x(op).kept, NOTHING, KEEP_X
     if op.normed:
         return normalised(draft, op, nth), second, flags | KEEP_NORMED
     return carry, second, flags
@@ -117,6 +124,7 @@ def flags_of(draft: RowDraft, op: FusedContraction) -> int:
     flags = FROM_EMBEDDING if op.x == draft.entry and draft.num_ranks == 1 else 0
     flags |= PAIRED if len(op.streams) == 2 else 0
     flags |= LAYER_NORM if op.norm and op.norm.kind == "layer_norm" else 0
+    flags |= X_PARTS if op.x in draft.deferred else 0
     if op.experts:
         flags |= EXPERT_ROWS if is_weighted(op) else EXPERT_COLUMNS
     return flags
@@ -131,6 +139,8 @@ def note_results(
     kept = draft.keep(op, out_rows)
     if draft.is_ranked(op):
         draft.logits_at = kept
+    if epilogue.deferred:
+        dst -= draft.team_rank * out_rows // 2  # readers begin with the first rank's part
     for out in op.outs:
         draft.made[out] = Made(dst, generation, out_rows, streams, kept)
         draft.forms[out] = epilogue.publishes

@@ -152,6 +152,7 @@ def formula_number(draft: RowDraft, op: FusedPointwise) -> int:
         publishes=publishes,
         num_carried=len(carried),
         has_table=table is not None,
+        parts=op.x in draft.deferred,
     )
     if found not in draft.formulas:
         draft.formulas.append(found)

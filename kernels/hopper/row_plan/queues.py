@@ -13,7 +13,8 @@ where there is none, a class gets two buffers that take turns, or fewer SMs take
 What the pointwise ops of an epilogue take besides products stays with the SM that made it, in f32:
 the rows of two ops with equally many rows belong to the same SMs. Where ranks share the program,
 all have the same queues, so an SM owns the same rows on each. It pushes its part of a sum over
-ranks into the buffers of its likes, and each adds them up.
+ranks into the buffers of its likes, and each adds them up, or whoever reads them (deferred.py);
+then the first rank alone carries what is added besides.
 
 Experts of one row: there are as many slots as experts are chosen, so all tiles are known, and only
 where they lie is not. Slots lie one behind the other, as rows of the first product and as columns
@@ -45,6 +46,7 @@ from distmega.kernels.hopper.plan.words import (
 )
 from distmega.kernels.hopper.row_plan.attention import add_attention
 from distmega.kernels.hopper.row_plan.choice import add_choice, reserve_choice, sm_logits
+from distmega.kernels.hopper.row_plan.deferred import find_deferred
 from distmega.kernels.hopper.row_plan.draft import RowDraft
 from distmega.kernels.hopper.row_plan.embedding import add_embedding
 from distmega.kernels.hopper.row_plan.epilogues import find_classes, find_epilogues
@@ -149,6 +151,7 @@ def fill_queues(draft: RowDraft) -> RowQueues:
     draft.shown = shown_by_views(draft.segment)
     draft.inspect()
     draft.fused = tuple(in_order(op, draft.tables, draft.entry) for op in draft.fused)
+    draft.deferred = find_deferred(draft)
     find_classes(draft)
     draft.epilogues = find_epilogues(draft)
     if draft.choice and not any(one.ranked for one in draft.epilogues):

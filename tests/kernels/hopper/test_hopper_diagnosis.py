@@ -110,12 +110,32 @@ def test_a_word_of_nobody():
     assert "nobody" in text
 
 
-def test_the_rank_that_owes_a_part_is_named():
+def named(queues: RowQueues, name: str) -> tuple[int, RowLinear]:
+    """The first product of a name, with its SM."""
+    return next(
+        (sm, one)
+        for sm, queue in enumerate(queues.queues)
+        for one in queue
+        if isinstance(one, RowLinear) and one.name == name
+    )
+
+
+def test_the_rank_that_owes_readers_a_part_is_named():
     mine = team_queues("smollm2-135m", 2)[0]
-    sm, task = next(
-        (i, one) for i, queue in enumerate(mine.queues) for one in queue
-        if isinstance(one, RowLinear) and one.name == "layers.3.attn_sum"
-    )  # fmt: skip
+    sm, task = named(mine, "layers.3.attn_sum")
+    word = task.dst + task.num_rows // 2 + task.row0 // 2
+    error = explain_hang(mine, Report(last=7, word=word, flag=4), limit_s=60.0, rank=0)
+    assert "rank 0, SM 7 (instruction" in error.found
+    assert "layers.3.ffn_mixed" in error.found
+    assert f"of '{AT}attn_sum'" in error.found
+    assert f"owed by rank 1, SM {sm}, instruction" in error.remedy
+    assert "layers.3.attn_sum" in error.remedy
+    assert " or rank" not in error.remedy
+
+
+def test_the_rank_that_owes_an_owner_a_part_is_named():
+    mine = team_queues("qwen3-8b", 2)[0]
+    sm, task = named(mine, "layers.3.attn_sum")
     word = task.dst - task.num_rows + task.row0
     report = Report(last=sm, word=word, flag=4)
     error = explain_hang(mine, report, limit_s=60.0, rank=0)

@@ -30,12 +30,14 @@ from distmega.kernels.hopper.plan.words import (
     FROM_EMBEDDING,
     GROUP_UNITS,
     KEEP_NORMED,
+    KEEP_X,
     LAYER_NORM,
     NOTHING,
     PAIRED,
     TILE_K,
     UNIT_ROWS,
     VECTOR_MULTIPLE,
+    X_PARTS,
     RowBarrier,
     RowEmbed,
     RowLinear,
@@ -94,7 +96,7 @@ def linear(
         row = row0 + np.arange(GROUP_ROWS)
         wanted = row < limit
         bias = bias_of(sm, one, group, row, wanted)
-        given = carried(sm, one, epilogue, row_id, row, wanted)
+        given = yield from carried(sm, one, epilogue, row_id, row, wanted, flag)
         if group == 0:
             before = flag - one.flag_delta
             x, factor = yield from stage(sm, one, row_id, before)
@@ -102,6 +104,8 @@ def linear(
         yield RAN
         y = (y * np.float32(factor) + bias).astype(np.float32)
         if epilogue.summed:
+            if epilogue.first_carries:
+                y = evaluate(epilogue.formula, [y, *given])
             push_partial(sm, one, row, wanted, y, flag)
         elif epilogue.num_streams == 2:
             pairs = y.reshape(GROUP_UNITS // 2, 2, UNIT_ROWS)
@@ -145,20 +149,42 @@ def bias_of(sm: RowSm, one: RowLinear, group: int, row: np.ndarray, wanted: Mask
 
 
 def carried(
-    sm: RowSm, one: RowLinear, epilogue: Epilogue, row_id: int, row: np.ndarray, wanted: Mask
-) -> list[Floats]:
+    sm: RowSm,
+    one: RowLinear,
+    epilogue: Epilogue,
+    row_id: int,
+    row: np.ndarray,
+    wanted: Mask,
+    flag: int,
+) -> Generator[Key, None, list[Floats]]:
     """The operands besides products, as the SM keeps them or the given row has them."""
-    if epilogue.summed or epilogue.num_streams == 2:
+    if (epilogue.summed and not epilogue.first_carries) or epilogue.num_streams == 2:
         return []
     first: Floats = np.zeros(len(row), dtype=np.float32)
-    if one.flags & CARRY_EMBEDDED:
+    if one.flags & CARRY_EMBEDDED and epilogue.deferred:
+        first[wanted] = yield from given_row(sm, one, row[wanted], flag)
+    elif one.flags & CARRY_EMBEDDED:
         first[wanted] = sm.gpu.embed[row_id][row[wanted]]
-    elif one.carry != NOTHING and not one.flags & KEEP_NORMED:
+    elif one.carry != NOTHING and not one.flags & (KEEP_NORMED | KEEP_X):
         first = sm.gpu.kept.load(sm.sm, one.carry + row, wanted)
     if epilogue.num_carried < 2:
         return [first]
     is_two = wanted & bool(one.flags & CARRY_TWO)
     return [first, sm.gpu.kept.load(sm.sm, one.pair_row + row, is_two)]
+
+
+def given_row(
+    sm: RowSm, one: RowLinear, row: np.ndarray, flag: int
+) -> Generator[Key, None, Floats]:
+    """Rows of what comes in, where ranks share the program: an input, or pushed by those that have
+    a part of the id's row.
+    """
+    if not sm.gpu.queues.ids:
+        return sm.gpu.embed[0][row]
+    words = np.unique(EMBEDDED + row // 4 * 2)
+    words = np.stack((words, words + 1), axis=-1).reshape(-1)
+    pairs = yield from sm.poll(words, flag - one.generation, repr(one.name))
+    return halves_of(pairs)[row - 2 * (int(words[0]) - EMBEDDED)] if len(row) else np.zeros(0)
 
 
 def stage(
@@ -169,8 +195,7 @@ def stage(
     if one.flags & FROM_EMBEDDING:
         row = sm.gpu.embed[row_id][:length]
     else:
-        words = one.src + np.arange(one.num_src_words)
-        row = halves_of((yield from sm.poll(words, flag, repr(one.name))))
+        row = yield from published_row(sm, one, flag)
     factor = 1.0
     if one.flags & LAYER_NORM:
         row = layer_norm(sm, one, row)
@@ -183,6 +208,36 @@ def stage(
     x: Floats = np.zeros(one.num_tiles_k * TILE_K, dtype=np.float32)
     x[:length] = row
     return x, factor
+
+
+def published_row(sm: RowSm, one: RowLinear, flag: int) -> Generator[Key, None, Floats]:
+    """x from flagged words, or all ranks' parts of it added up in rank order; the SM adds those of
+    other ranks to its rows where it keeps them.
+    """
+    ranks = sm.gpu.queues.num_ranks if one.flags & X_PARTS else 1
+    words = one.src + np.arange(ranks * one.num_src_words)
+    found = halves_of((yield from sm.poll(words, flag, repr(one.name))))
+    parts = found.reshape(ranks, 2 * one.num_src_words)
+    if ranks == 1:
+        return parts[0]
+    if one.flags & KEEP_X:
+        at, wanted = one.carry + (own := own_rows(sm, one)), np.full(len(own), True)
+        kept = sm.gpu.kept.load(sm.sm, at, wanted)
+        for part in parts[1:]:
+            kept = kept + part[own]
+        sm.gpu.kept.store(sm.sm, at, kept, wanted)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return to_bf16(total)
+
+
+def own_rows(sm: RowSm, one: RowLinear) -> np.ndarray:
+    """Rows of x that this SM keeps."""
+    num_rows = 2 * one.num_src_words
+    units = -(-num_rows // UNIT_ROWS)
+    first, last = (units * each // sm.gpu.num_sms * UNIT_ROWS for each in (sm.sm, sm.sm + 1))
+    return np.arange(first, min(last, num_rows))
 
 
 def layer_norm(sm: RowSm, one: RowLinear, row: Floats) -> Floats:
@@ -202,16 +257,12 @@ def layer_norm(sm: RowSm, one: RowLinear, row: Floats) -> Floats:
 
 def keep_normed(sm: RowSm, one: RowLinear, mean: float, factor: float, *, has_bias: bool) -> None:
     """Normalises this SM's rows of x where it keeps them."""
-    num_rows = 2 * one.num_src_words
-    units = -(-num_rows // UNIT_ROWS)
-    num_sms = sm.gpu.num_sms
-    first, last = (units * each // num_sms * UNIT_ROWS for each in (sm.sm, sm.sm + 1))
-    row = np.arange(first, min(last, num_rows))
+    row = own_rows(sm, one)
     wanted = np.full(len(row), True)
     y = (sm.gpu.kept.load(sm.sm, one.carry + row, wanted) - np.float32(mean)) * np.float32(factor)
     y = y * sm.gpu.elements[one.norm + row]
     if has_bias:
-        y = y + sm.gpu.elements[one.norm + next_vector(num_rows) + row]
+        y = y + sm.gpu.elements[one.norm + next_vector(2 * one.num_src_words) + row]
     sm.gpu.kept.store(sm.sm, one.carry + row, y, wanted)
 
 
@@ -269,15 +320,10 @@ def sum_partials(sm: RowSm, one: RowLinear, epilogue: Epilogue, limit: int, flag
         row = one.row0 + np.arange(2 * part.start, 2 * part.stop)
         wanted = np.full(len(row), True)
         given: Floats = np.zeros(len(row), dtype=np.float32)
-        if one.carry != NOTHING:
+        if one.carry != NOTHING and not epilogue.first_carries:
             given = sm.gpu.kept.load(sm.sm, one.carry + row, wanted)
-        if one.flags & CARRY_EMBEDDED and not sm.gpu.queues.ids:
-            given = sm.gpu.embed[0][row]
-        elif one.flags & CARRY_EMBEDDED:
-            words = np.unique(EMBEDDED + row // 4 * 2)
-            words = np.stack((words, words + 1), axis=-1).reshape(-1)
-            pairs = yield from sm.poll(words, flag - one.generation, repr(one.name))
-            given = halves_of(pairs)[row - 2 * (int(words[0]) - EMBEDDED)] if len(row) else given
+        if one.flags & CARRY_EMBEDDED:
+            given = yield from given_row(sm, one, row, flag)
         operands = [given]
         if epilogue.num_carried == 2:
             operands.append(sm.gpu.kept.load(sm.sm, one.pair_row + row, wanted))
@@ -287,7 +333,7 @@ def sum_partials(sm: RowSm, one: RowLinear, epilogue: Epilogue, limit: int, flag
             found: Words = yield from sm.poll(at, flag, f"the sum of {one.name!r}")
             total = floats_of(found) if rank == 0 else total + floats_of(found)
         yield RAN
-        y = evaluate(epilogue.formula, [total, *operands])
+        y = total if epilogue.first_carries else evaluate(epilogue.formula, [total, *operands])
         if one.keep != NOTHING:
             sm.gpu.kept.store(sm.sm, one.keep + row, y, wanted)
         publish_rows(sm, one, epilogue, row, y, flag)

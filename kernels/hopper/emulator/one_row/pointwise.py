@@ -68,6 +68,8 @@ def whole_row(
     words = np.arange(read.words.start, read.words.stop)
     payload = yield from sm.poll(words, flag, repr(one.name))
     found = floats_of(payload) if formula.numbers else halves_of(payload)
+    if formula.parts:
+        return np.add.reduce(found.reshape(sm.gpu.queues.num_ranks, -1), axis=0)
     first = (read.words.start - one.src) * (1 if formula.numbers else 2)
     return np.concatenate((np.full(first, np.nan, dtype=np.float32), found))
 

@@ -33,10 +33,12 @@ from distmega.kernels.hopper.plan.fields import (
     CARRY_TWO,
     DELTA_SHIFT,
     DST,
+    EMBEDDED,
     FROM_EMBEDDING,
     GENERATION,
     GREEDY,
     KEEP_NORMED,
+    KEEP_X,
     LAYER_NORM,
     LIN_BIAS,
     LIN_CARRY,
@@ -48,12 +50,14 @@ from distmega.kernels.hopper.plan.fields import (
     LIN_PACKED,
     LIN_PAIR_ROW,
     LIN_ROW0,
+    MATRIX_SHIFT,
     NO_REPORT,
     NUM_UNITS,
     OPCODE,
     PAIRED,
     SAMPLED,
     SRC,
+    X_PARTS,
 )
 from distmega.kernels.hopper.ptx.device import (
     bf16_pair,
@@ -79,7 +83,7 @@ from distmega.kernels.hopper.ptx.shapes import (
     VECTOR_MULTIPLE,
     WORDS_A_CHUNK,
 )
-from distmega.kernels.hopper.ptx.spins import spin_chunks
+from distmega.kernels.hopper.ptx.spins import spin2, spin_chunks, spin_parts
 from distmega.kernels.pipelined.pointwise.formula import evaluate
 
 
@@ -100,6 +104,24 @@ def is_pushed(epilogues, number, pushes):
     """Whether other ranks get what it writes, and all of them see a void x by an alarm."""
     one = epilogues.each[number]
     return one.summed or one.gathered or (pushes and one.ranked)
+
+
+@constexpr_function
+def has_deferred(epilogues):
+    """Whether ranks' parts of some sums are added up by who reads them."""
+    return any(one.deferred for one in epilogues.each)
+
+
+@constexpr_function
+def part_chunks(num_ranks):
+    """Chunks of x of which all ranks' parts are polled and staged together."""
+    return 2 if num_ranks == 2 else 1
+
+
+@gluon.jit
+def flag_delta(words):
+    """How many generations ago x was written."""
+    return (words[LIN_PACKED] << (32 - MATRIX_SHIFT)) >> (32 - MATRIX_SHIFT + DELTA_SHIFT)
 
 
 @gluon.jit
@@ -162,12 +184,60 @@ def scale_pair(word, weight, ss):
 
 
 @gluon.jit
+def part_stride(words):
+    """Bytes from one rank's part of x to the next one's."""
+    return words[LIN_NUM_SRC_WORDS].to(gl.int64) * 8
+
+
+@gluon.jit
+def add_halves(parts, i: gl.constexpr, STEP: gl.constexpr, RANKS: gl.constexpr):
+    """Both numbers of pair i of each rank's part, STEP pairs apart, added up in rank order."""
+    low = low_half(parts[i])
+    high = high_half(parts[i])
+    for rank in gl.static_range(1, RANKS):
+        low += low_half(parts[STEP * rank + i])
+        high += high_half(parts[STEP * rank + i])
+    return low, high
+
+
+@gluon.jit
+def sum_parts(words, symmetric, kept, at, flag, first, sm, NUM: gl.constexpr, RANKS: gl.constexpr):
+    """Pairs of NUM chunks of x, all ranks' parts added up in rank order. Where the SM keeps its
+    rows of x, it adds the other ranks' to them.
+
+    at: of a thread's first word of the first rank's part, word `first` of it.
+    """
+    num_words = words[LIN_NUM_SRC_WORDS]
+    num_left = num_words - first
+    parts = spin_parts(symmetric, at, part_stride(words), flag, num_left, NUM, RANKS)
+    if (words[LIN_PACKED] & KEEP_X) != 0:
+        units = (2 * num_words + UNIT_ROWS - 1) // UNIT_ROWS
+        num_sms = gl.num_programs(0)
+        begin = units * sm // num_sms * (UNIT_ROWS // 2)
+        end = gl.minimum(units * (sm + 1) // num_sms * (UNIT_ROWS // 2), num_words)
+        for i in gl.static_range(2 * NUM):
+            word = first + i // 2 * WORDS_A_CHUNK + i % 2
+            mine = (word >= begin) & (word < end)
+            own = kept + words[LIN_CARRY] + 2 * word
+            # not loaded and stored: nobody waits for what memory adds
+            for rank in gl.static_range(1, RANKS):
+                pair = parts[2 * NUM * rank + i]
+                gl.atomic_add(own, low_half(pair), mask=mine, sem="relaxed", scope="cta")
+                gl.atomic_add(own + 1, high_half(pair), mask=mine, sem="relaxed", scope="cta")
+    pairs = ()
+    for i in gl.static_range(2 * NUM):
+        low, high = add_halves(parts, i, 2 * NUM, RANKS)
+        pairs += single(bf16_pair(low, high))
+    return pairs
+
+
+@gluon.jit
 def stage_chunks(
-    words, symmetric, vectors, flag, staged_at, ss, chunk, NUM: gl.constexpr, RANKS: gl.constexpr,
-    WIDE: gl.constexpr,
+    words, symmetric, vectors, kept, flag, staged_at, ss, chunk, sm, NUM: gl.constexpr,
+    RANKS: gl.constexpr, WIDE: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """NUM chunks of x from flagged words into shared memory, zeros past the last; adds each
-    thread's part of their sum of squares.
+    thread's part of their sum of squares. PARTS: whether x is the sum of all ranks' parts.
     """
     norm = words[LIN_NORM]
     num_words = words[LIN_NUM_SRC_WORDS]
@@ -177,7 +247,10 @@ def stage_chunks(
     for i in gl.static_range(NUM):
         factors += weights_at(vectors, norm, first + i * WORDS_A_CHUNK, num_weights, WIDE)
     at = symmetric + (words[SRC] + first)
-    pairs = spin_chunks(symmetric, at, flag, num_words - first, NUM, RANKS)
+    if PARTS:
+        pairs = sum_parts(words, symmetric, kept, at, flag, first, sm, NUM, RANKS)
+    else:
+        pairs = spin_chunks(symmetric, at, flag, num_words - first, NUM, RANKS)
     if norm >= 0:
         scaled = pairs[0:0]
         for i in gl.static_range(2 * NUM):
@@ -191,20 +264,46 @@ def stage_chunks(
 
 @gluon.jit
 def stage_flagged(
-    words, symmetric, vectors, flag, staged_at, RANKS: gl.constexpr, WIDE: gl.constexpr
-):
-    """x from flagged words into shared memory; returns each thread's part of its sum of squares."""
+    words, symmetric, vectors, kept, flag, staged_at, sm, RANKS: gl.constexpr, WIDE: gl.constexpr,
+    DEFERRED: gl.constexpr,
+):  # fmt: skip
+    """x from flagged words into shared memory; returns each thread's part of its sum of squares.
+    DEFERRED: whether x may be the sum of all ranks' parts.
+    """
     ss = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     num_chunks = keep(words[LIN_NUM_TILES_K])
-    if num_chunks == 1:
-        ss = stage_chunks(words, symmetric, vectors, flag, staged_at, ss, 0, 1, RANKS, WIDE)
+    if DEFERRED and (words[LIN_PACKED] & X_PARTS) != 0:
+        NUM: gl.constexpr = part_chunks(RANKS)
+        for chunk in range(0, num_chunks, NUM):
+            to = staged_at + chunk * CHUNK_BYTES
+            ss = stage_chunks(
+                words, symmetric, vectors, kept, flag, to, ss, chunk, sm, NUM, RANKS, WIDE, True
+            )
+    elif num_chunks == 1:
+        ss = stage_chunks(
+            words, symmetric, vectors, kept, flag, staged_at, ss, 0, sm, 1, RANKS, WIDE, False
+        )
     elif num_chunks == 2:
-        ss = stage_chunks(words, symmetric, vectors, flag, staged_at, ss, 0, 2, RANKS, WIDE)
+        ss = stage_chunks(
+            words, symmetric, vectors, kept, flag, staged_at, ss, 0, sm, 2, RANKS, WIDE, False
+        )
     else:
         for chunk in range(0, num_chunks, STAGE_CHUNKS):
             to = staged_at + chunk * CHUNK_BYTES
             ss = stage_chunks(
-                words, symmetric, vectors, flag, to, ss, chunk, STAGE_CHUNKS, RANKS, WIDE
+                words,
+                symmetric,
+                vectors,
+                kept,
+                flag,
+                to,
+                ss,
+                chunk,
+                sm,
+                STAGE_CHUNKS,
+                RANKS,
+                WIDE,
+                False,
             )
     return ss
 
@@ -255,7 +354,7 @@ def keep_normed(words, vectors, kept, sm, mean, factor, HAS_BIAS: gl.constexpr):
 @gluon.jit
 def stage_layer_norm(
     words, memory, row_id, sm, flag, eps, inv_length, staged_at, KEEPS_NORMED: gl.constexpr,
-    RANKS: gl.constexpr,
+    DEFERRED: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
     """x after its layer norm into shared memory, zeros past the last; at most STAGE_CHUNKS chunks.
     The mean is taken off before squares are summed, and before x is rounded.
@@ -274,6 +373,13 @@ def stage_layer_norm(
         pairs = ()
         for i in gl.static_range(STAGE_CHUNKS):
             pairs += pairs_at(row, 0, first + i * WORDS_A_CHUNK, num_words)
+    elif DEFERRED and (words[LIN_PACKED] & X_PARTS) != 0:
+        pairs = ()
+        NUM: gl.constexpr = part_chunks(RANKS)
+        for i in gl.static_range(0, STAGE_CHUNKS, NUM):
+            word = first + i * WORDS_A_CHUNK
+            at = memory.symmetric + (words[SRC] + word)
+            pairs += sum_parts(words, memory.symmetric, memory.kept, at, flag, word, sm, NUM, RANKS)
     else:
         at = memory.symmetric + (words[SRC] + first)
         pairs = spin_chunks(memory.symmetric, at, flag, num_words - first, STAGE_CHUNKS, RANKS)
@@ -335,18 +441,29 @@ def bias_of(words, vectors, group, row, wanted, PAIRS: gl.constexpr):
 
 @gluon.jit
 def carried(
-    words, embed, row_id, kept, row, wanted, KEEPS_NORMED: gl.constexpr, RANKS: gl.constexpr
-):
+    words, symmetric, embed, row_id, kept, row, wanted, flag0, KEEPS_NORMED: gl.constexpr,
+    DEFERRED: gl.constexpr, GIVEN: gl.constexpr, RANKS: gl.constexpr,
+):  # fmt: skip
     """What the SM keeps of the rows of another op, or the embedding's; asked for early. Where ranks
-    share the embedding, sum_partials asks for its row.
+    share the embedding, sum_partials asks for its row, unless readers add up.
+
+    flag0: of the embedded id. DEFERRED: whether readers add up some sums. GIVEN: see sum_partials.
     """
-    if RANKS == 1 and (words[LIN_PACKED] & CARRY_EMBEDDED) != 0:
+    if DEFERRED and (words[LIN_PACKED] & CARRY_EMBEDDED) != 0:
+        if GIVEN:
+            value = gl.load(embed + row, mask=wanted, other=0.0).to(gl.float32)
+        else:
+            four = symmetric + (EMBEDDED + row // 4 * 2)
+            even, odd = spin2(symmetric, four, flag0, wanted, RANKS)
+            pair = gl.where(row % 4 < 2, even, odd)
+            value = gl.where(row % 2 == 0, low_half(pair), high_half(pair))
+    elif RANKS == 1 and (words[LIN_PACKED] & CARRY_EMBEDDED) != 0:
         at = embed + row_id.to(gl.int64) * words[LIN_NUM_ROWS] + row
         value = gl.load(at, mask=wanted, other=0.0).to(gl.float32)
     else:
         given = wanted & (words[LIN_CARRY] >= 0)
-        if KEEPS_NORMED:
-            given = given & ((words[LIN_PACKED] & KEEP_NORMED) == 0)
+        if KEEPS_NORMED or DEFERRED:
+            given = given & ((words[LIN_PACKED] & (KEEP_NORMED | KEEP_X)) == 0)
         value = gl.load(kept + words[LIN_CARRY] + row, mask=given, other=0.0)
     return value
 
@@ -443,18 +560,19 @@ def linear_task(
         aims = aim(ring, it % STAGES)
         bias = bias_of(words, memory.vectors, number, row, wanted, has_pairs(EPILOGUES))
         carry = carried(
-            words, memory.embed, row_id, memory.kept, row, wanted, spec.keeps_normed, RANKS
-        )
+            words, memory.symmetric, memory.embed, row_id, memory.kept, row, wanted,
+            flag - words[GENERATION], spec.keeps_normed, has_deferred(EPILOGUES), spec.given, RANKS,
+        )  # fmt: skip
         if most_carried(EPILOGUES) == 2:
             is_two = wanted & ((words[LIN_PACKED] & CARRY_TWO) != 0)
             carry2 = gl.load(memory.kept + words[LIN_PAIR_ROW] + row, mask=is_two, other=0.0)
         taken = take_tiles(ring, aims, num_tiles, (it // STAGES) & 1, STAGES)
         if number == 0:
-            before = flag - ((words[LIN_PACKED] << DELTA_SHIFT) >> (2 * DELTA_SHIFT))
+            before = flag - flag_delta(words)
             if spec.layer_norms and (words[LIN_PACKED] & LAYER_NORM) != 0:
                 stage_layer_norm(
                     words, memory, row_id, sm, before, eps, inv_length, aims[0], spec.keeps_normed,
-                    RANKS,
+                    has_deferred(EPILOGUES), RANKS,
                 )  # fmt: skip
             elif RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
                 ss = stage_embedding(
@@ -462,8 +580,9 @@ def linear_task(
                 )
             else:
                 ss = stage_flagged(
-                    words, memory.symmetric, memory.vectors, before, aims[0], RANKS, spec.wide_norms
-                )
+                    words, memory.symmetric, memory.vectors, memory.kept, before, aims[0], sm,
+                    RANKS, spec.wide_norms, has_deferred(EPILOGUES),
+                )  # fmt: skip
             if spec.trace:
                 gl.store(stamps + 1, clock())
         alarm = gl.to_tensor(NO_REPORT)
@@ -496,7 +615,12 @@ def linear_task(
                 STREAMS: gl.constexpr = field(EPILOGUES, i, "num_streams")
                 TREE: gl.constexpr = field(EPILOGUES, i, "formula")
                 if field(EPILOGUES, i, "summed"):
-                    push_partial(words, team.peers, team.rank, row0, limit, y, flag, alarm, RANKS)
+                    part = y
+                    if field(EPILOGUES, i, "first_carries"):
+                        part = evaluate(TREE, (y, carry))
+                    push_partial(
+                        words, team.peers, team.rank, row0, limit, part, flag, alarm, RANKS
+                    )
                 elif STREAMS == 2:
                     pairs = gl.reshape(y, [GROUP_UNITS // 2, 2, UNIT_ROWS])
                     first, second = gl.split(
@@ -591,6 +715,7 @@ def linear_task(
                     flag - words[GENERATION],
                     field(EPILOGUES, i, "formula"),
                     field(EPILOGUES, i, "num_carried"),
+                    field(EPILOGUES, i, "first_carries"),
                     field(EPILOGUES, i, "publishes"),
                     spec.given,
                     RANKS,

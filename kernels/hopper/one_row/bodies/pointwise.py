@@ -13,12 +13,18 @@ from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.epilogues import count, field
-from distmega.kernels.hopper.one_row.bodies.linear import next_vector, pairs_at
+from distmega.kernels.hopper.one_row.bodies.linear import (
+    add_halves,
+    flag_delta,
+    next_vector,
+    pairs_at,
+    part_chunks,
+    part_stride,
+)
 from distmega.kernels.hopper.plan.fields import (
     AT_POSITION,
     BIASED,
     CARRY_EMBEDDED,
-    DELTA_SHIFT,
     DST,
     FROM_EMBEDDING,
     LIN_CARRY,
@@ -54,14 +60,21 @@ from distmega.kernels.hopper.ptx.shapes import (
     VECTOR_MULTIPLE,
     WORDS_A_CHUNK,
 )
-from distmega.kernels.hopper.ptx.spins import spin2, spin_chunks
+from distmega.kernels.hopper.ptx.spins import spin2, spin_chunks, spin_parts, spin_ranks
 from distmega.kernels.pipelined.pointwise.formula import evaluate
 
 
 @constexpr_function
-def parts_of(numbers):
+def form_of(formulas, number):
+    """How x lies in flagged words: as "numbers", as "pairs", or as "parts", pairs of each rank."""
+    one = formulas.each[number]
+    return "numbers" if one.numbers else "parts" if one.parts else "pairs"
+
+
+@constexpr_function
+def parts_of(form):
     """Elements of x in a flagged word."""
-    return 1 if numbers else 2
+    return 1 if form == "numbers" else 2
 
 
 @gluon.jit
@@ -75,10 +88,23 @@ def no_values(NUM: gl.constexpr):
 
 
 @gluon.jit
-def some_of_row(words, symmetric, row, flag, first, NUMBERS: gl.constexpr, RANKS: gl.constexpr):
-    """Elements of x of eight words a thread, in two words of each chunk from word `first` on, zeros
-    past the last.
-    """
+def some_of_parts(words, symmetric, flag, first, RANKS: gl.constexpr):
+    """As some_of_row of pairs, x being the sum of all ranks' parts."""
+    NUM: gl.constexpr = part_chunks(RANKS)
+    values = ()
+    for chunk in gl.static_range(0, STAGE_CHUNKS, NUM):
+        word = first + chunk * WORDS_A_CHUNK + 2 * gl.arange(0, THREADS, layout=PER_THREAD)
+        at = symmetric + (words[SRC] + word)
+        num_left = words[LIN_NUM_SRC_WORDS] - word
+        parts = spin_parts(symmetric, at, part_stride(words), flag, num_left, NUM, RANKS)
+        for i in gl.static_range(2 * NUM):
+            values += add_halves(parts, i, 2 * NUM, RANKS)
+    return values
+
+
+@gluon.jit
+def some_of_words(words, symmetric, row, flag, first, NUMBERS: gl.constexpr, RANKS: gl.constexpr):
+    """As some_of_row, x lying as one."""
     num_words = words[LIN_NUM_SRC_WORDS]
     word = first + 2 * gl.arange(0, THREADS, layout=PER_THREAD)
     if RANKS == 1 and not NUMBERS and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
@@ -99,19 +125,30 @@ def some_of_row(words, symmetric, row, flag, first, NUMBERS: gl.constexpr, RANKS
 
 
 @gluon.jit
+def some_of_row(words, symmetric, row, flag, first, FORM: gl.constexpr, RANKS: gl.constexpr):
+    """Elements of x of eight words a thread, in two words of each chunk from word `first` on, zeros
+    past the last.
+    """
+    if FORM == "parts":
+        return some_of_parts(words, symmetric, flag, first, RANKS)
+    else:
+        return some_of_words(words, symmetric, row, flag, first, FORM == "numbers", RANKS)
+
+
+@gluon.jit
 def add_up(
-    words, symmetric, row, flag, off, KIND: gl.constexpr, NUMBERS: gl.constexpr,
+    words, symmetric, row, flag, off, KIND: gl.constexpr, FORM: gl.constexpr,
     RANKS: gl.constexpr,
 ):  # fmt: skip
     """Over the whole row: its sum, or of what is left without `off` the squares or exponentials, or
     its greatest element. KIND: "sum", "squares", "exponentials", "most".
     """
-    PARTS: gl.constexpr = parts_of(NUMBERS)
+    PARTS: gl.constexpr = parts_of(FORM)
     num_words = words[LIN_NUM_SRC_WORDS]
     own = 2 * gl.arange(0, THREADS, layout=PER_THREAD)
     total = gl.full([THREADS], float("-inf") if KIND == "most" else 0.0, gl.float32, PER_THREAD)
     for first in range(0, keep(num_words), STAGE_CHUNKS * WORDS_A_CHUNK):
-        values = some_of_row(words, symmetric, row, flag, keep(first), NUMBERS, RANKS)
+        values = some_of_row(words, symmetric, row, flag, keep(first), FORM, RANKS)
         for i in gl.static_range(2 * STAGE_CHUNKS * PARTS):
             inside = first + own + i // (2 * PARTS) * WORDS_A_CHUNK < num_words
             x = values[i]
@@ -132,33 +169,39 @@ def add_up(
 
 @gluon.jit
 def find_scale(
-    words, symmetric, row, flag, NORM: gl.constexpr, NUMBERS: gl.constexpr, RANKS: gl.constexpr
+    words, symmetric, row, flag, NORM: gl.constexpr, FORM: gl.constexpr, RANKS: gl.constexpr
 ):
     """What is taken off x, and what it, or its exponential, is multiplied by then."""
     inv_length = 1.0 / words[LIN_NUM_ROWS].to(gl.float32)
     eps = words[POINT_EPS].to(gl.float32, bitcast=True)
     off = gl.to_tensor(0.0)
     if NORM == "softmax":
-        off = add_up(words, symmetric, row, flag, off, "most", NUMBERS, RANKS)
-        total = add_up(words, symmetric, row, flag, off, "exponentials", NUMBERS, RANKS)
+        off = add_up(words, symmetric, row, flag, off, "most", FORM, RANKS)
+        total = add_up(words, symmetric, row, flag, off, "exponentials", FORM, RANKS)
         factor = 1.0 / total
     else:
         if NORM == "layer_norm":
-            off = add_up(words, symmetric, row, flag, off, "sum", NUMBERS, RANKS) * inv_length
-        total = add_up(words, symmetric, row, flag, off, "squares", NUMBERS, RANKS)
+            off = add_up(words, symmetric, row, flag, off, "sum", FORM, RANKS) * inv_length
+        total = add_up(words, symmetric, row, flag, off, "squares", FORM, RANKS)
         factor = gl.rsqrt(total * inv_length + eps)
     return off, factor
 
 
 @gluon.jit
-def own_rows(
-    words, symmetric, given, flag, row, wanted, NUMBERS: gl.constexpr, RANKS: gl.constexpr
-):
+def own_rows(words, symmetric, given, flag, row, wanted, FORM: gl.constexpr, RANKS: gl.constexpr):
     """x of this SM's rows, one a thread."""
-    if NUMBERS:
+    if FORM == "numbers":
         at = symmetric + (words[SRC] + row // 2 * 2)
         even, odd = spin2(symmetric, at, flag, wanted, RANKS)
         x = as_float(gl.where(row % 2 == 0, even, odd))
+    elif FORM == "parts":
+        at = symmetric + (words[SRC] + row // 4 * 2)
+        parts = spin_ranks(symmetric, at, part_stride(words), flag, wanted, RANKS)
+        low, high = add_halves(parts, 0, 2, RANKS)
+        low2, high2 = add_halves(parts, 1, 2, RANKS)
+        left = gl.where(row % 4 < 2, low, low2)
+        right = gl.where(row % 4 < 2, high, high2)
+        x = gl.where(row % 2 == 0, left, right)
     else:
         if RANKS == 1 and (words[LIN_PACKED] & FROM_EMBEDDING) != 0:
             even, odd = pairs_at(given, 0, row // 4 * 2, words[LIN_NUM_SRC_WORDS])
@@ -250,7 +293,7 @@ def pointwise_task(
     flag: of what is written.
     """
     NUM: gl.constexpr = count(FORMULAS)
-    before = flag - ((words[LIN_PACKED] << DELTA_SHIFT) >> (2 * DELTA_SHIFT))
+    before = flag - flag_delta(words)
     num_rows = words[LIN_NUM_ROWS]
     limit = gl.minimum(words[LIN_ROW0] + words[NUM_UNITS] * UNIT_ROWS, num_rows)
     given = embed + row_id.to(gl.int64) * num_rows
@@ -258,7 +301,7 @@ def pointwise_task(
     for i in gl.static_range(NUM):
         if words[POINT_NUMBER] == i:
             NORM: gl.constexpr = field(FORMULAS, i, "norm")
-            NUMBERS: gl.constexpr = field(FORMULAS, i, "numbers")
+            FORM: gl.constexpr = form_of(FORMULAS, i)
             TAKEN: gl.constexpr = field(FORMULAS, i, "num_carried")
             off = gl.to_tensor(0.0)
             factor = gl.to_tensor(1.0)
@@ -267,14 +310,12 @@ def pointwise_task(
                 xs = ()
                 for j in gl.static_range(PASSES):
                     row = words[LIN_ROW0] + j * THREADS + thread
-                    own = own_rows(
-                        words, symmetric, given, before, row, row < limit, NUMBERS, RANKS
-                    )
+                    own = own_rows(words, symmetric, given, before, row, row < limit, FORM, RANKS)
                     xs += single(own)
             if NORM == "heard":
-                add_up(words, symmetric, given, before, off, "sum", NUMBERS, RANKS)
+                add_up(words, symmetric, given, before, off, "sum", FORM, RANKS)
             elif NORM != "" and NORM != "copy":
-                off, factor = find_scale(words, symmetric, given, before, NORM, NUMBERS, RANKS)
+                off, factor = find_scale(words, symmetric, given, before, NORM, FORM, RANKS)
             for j in gl.static_range(PASSES):
                 row = words[LIN_ROW0] + j * THREADS + thread
                 wanted = row < limit

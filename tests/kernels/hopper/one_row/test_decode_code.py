@@ -29,6 +29,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from tests.kernels.hopper.emulator.one_row.test_gathers import build, columns_of
+from tests.kernels.hopper.row_plan.test_deferred import branches, normed_sums
 from tests.kernels.offline import NUM_SMS, offline
 from tests.kernels.ptx import WAIT, bare_signals, loads, plain_spins, unfenced_loads
 from tests.kernels.sass import parted_at_barriers
@@ -178,6 +179,16 @@ def code_of(model, num_ranks):
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_sums_of_an_input_over_ranks_spill_nothing(num_layers):
     code, _ = code_of(gated_mlp(1, num_layers), 2)
+    assert code.stack_bytes == 0
+    assert plain_spins(code.ptx) == []
+    assert parted_at_barriers(code.cubin) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", [normed_sums(3), branches()], ids=["norms", "layer norms"])
+def test_sums_that_readers_add_up_spill_nothing(model):
+    code, queues = code_of(model, 2)
+    assert any(one.deferred for one in queues.epilogues)
     assert code.stack_bytes == 0
     assert plain_spins(code.ptx) == []
     assert parted_at_barriers(code.cubin) == []

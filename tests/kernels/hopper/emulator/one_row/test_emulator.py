@@ -14,6 +14,7 @@ from distmega.errors import CheckError, UnsupportedError
 from distmega.kernels.hopper.emulator import RowLaunch, emulate_rows
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import RowCombine, RowLinear
+from distmega.kernels.hopper.row_plan import deferred
 from distmega.kernels.hopper.row_plan.proof import find_hazard
 from distmega.program.types import Program
 from tests.gpu.test_whole import PROGRAMS, program_of, random_values
@@ -207,8 +208,9 @@ def test_a_generation_that_nobody_writes_is_a_hang(tp: int):
     assert all(find_hazard(queues) for queues in changed)
 
 
-def test_two_sums_over_ranks_in_one_buffer_are_noticed():
+def test_two_sums_over_ranks_in_one_buffer_are_noticed(monkeypatch: pytest.MonkeyPatch):
     """A rank pushes the next part before a peer has read the last one."""
+    monkeypatch.setattr(deferred, "MAX_PART_ROWS", 0)
     case = decoder("plain", 130, tp=2)
     sums = [
         one
