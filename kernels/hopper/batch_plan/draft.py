@@ -50,6 +50,7 @@ from distmega.kernels.tasks.fuse import (
     FusedRouting,
     FusedRowAttention,
     InputNorm,
+    taken_by,
 )
 from distmega.program.types import Program
 
@@ -64,24 +65,6 @@ Maker = FusedContraction | FusedAttention | FusedRowAttention | FusedPointwise |
 """What gives a tensor of rows."""
 OTHER_MAKERS = FusedAttention | FusedRowAttention | FusedPointwise | FusedGather
 """All but contractions, which give several."""
-
-
-def taken_by(op: Fused) -> tuple[str, ...]:
-    """Tensors of rows that an op takes."""
-    match op:
-        case FusedContraction() | FusedPointwise():
-            return (op.x, *op.operands) if op.x else op.operands
-        case FusedAttention():
-            return op.q, op.k, op.v
-        case FusedRowAttention():
-            return tuple(dict.fromkeys(one.tensor for one in (op.q, op.k, op.v)))
-        case FusedRouting():
-            return (op.scores,)
-        case FusedGather():
-            return (op.x,)
-        case FusedChoice():
-            return (op.source,)
-    return ()
 
 
 def given_by(op: Fused) -> tuple[str, ...]:

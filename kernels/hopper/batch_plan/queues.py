@@ -35,7 +35,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 
 from distmega.kernels.hopper.batch_plan.choice import add_sample, logit_rows
-from distmega.kernels.hopper.batch_plan.draft import BatchDraft, taken_by
+from distmega.kernels.hopper.batch_plan.draft import BatchDraft
 from distmega.kernels.hopper.batch_plan.linear import add_contraction, add_experts
 from distmega.kernels.hopper.batch_plan.pointwise import add_entry, add_gather, add_pointwise
 from distmega.kernels.hopper.batch_plan.proof import CHUNK, find_batch_hazard
@@ -77,6 +77,7 @@ from distmega.kernels.tasks.fuse import (
     FusedRowAttention,
     WeightStream,
     first_that_fits,
+    taken_by,
 )
 from distmega.program.types import Program
 

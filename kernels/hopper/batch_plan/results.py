@@ -6,7 +6,7 @@ In: a draft of which it is known who takes what. Next on the walk: linear.py.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distmega.kernels.hopper.batch_plan.draft import BatchDraft, Form, taken_by
+from distmega.kernels.hopper.batch_plan.draft import BatchDraft, Form
 from distmega.kernels.hopper.batch_plan.proof import CHUNK
 from distmega.kernels.hopper.batch_plan.types import BatchEpilogue
 from distmega.kernels.hopper.batch_plan.words import BATCH, BLOCK_MASK, MAX_SLOTS, NOTHING, NUMBERS
@@ -20,6 +20,7 @@ from distmega.kernels.tasks.fuse import (
     FusedGather,
     FusedPointwise,
     FusedRowAttention,
+    taken_by,
 )
 
 

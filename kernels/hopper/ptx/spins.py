@@ -227,6 +227,7 @@ def spin_parts(
     symmetric, pointers, stride_bytes, flag, num_left, NUM: gl.constexpr, RANKS: gl.constexpr
 ):
     """As spin_chunks of each rank's part, which peers wrote, from the first rank's on."""
+    # all parts in one loop, as chunks are: one round trip
     return gl.inline_asm_elementwise(
         spin_asm(part_loads(RANKS, NUM), "sys", True),
         spin_operands(RANKS * NUM, 2),

@@ -8,12 +8,12 @@ part in f32, and add the other ranks' when they read all parts. Used by queues.p
 epilogues.py.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from distmega.kernels.hopper.plan.matrices import num_units, rows_of, share
 from distmega.kernels.hopper.plan.words import MAX_SMS, UNIT_ROWS
 from distmega.kernels.hopper.row_plan.draft import POLLED_WORDS, RowDraft
-from distmega.kernels.tasks.fuse import Fused, FusedContraction, FusedPointwise
+from distmega.kernels.tasks.fuse import Fused, FusedContraction, FusedPointwise, taken_by
 from distmega.program.expr import parse
 
 MAX_PART_ROWS = 4096
@@ -70,7 +70,7 @@ def _is_polled(draft: RowDraft, op: FusedContraction) -> bool:
         return False
     if draft.elements(name) % (2 * POLLED_WORDS):
         return False  # whole polls have pairs of four rows
-    readers = [one for one in draft.fused if name in _taken(one)]
+    readers = [one for one in draft.fused if name in taken_by(one)]
     return any(_reads_row(one, name) for one in readers) and all(
         _reads_row(one, name)
         or (isinstance(one, FusedContraction) and one.x != name and _adds_up(one))
@@ -80,17 +80,10 @@ def _is_polled(draft: RowDraft, op: FusedContraction) -> bool:
 
 def _reads_row(one: Fused, name: str) -> bool:
     """Whether an op polls pairs of the row, and does nothing else with it."""
-    if isinstance(one, FusedPointwise):
-        return one.x == name and name not in one.operands
-    is_product = isinstance(one, FusedContraction) and one.x == name
-    return is_product and name not in one.operands and not one.normed
-
-
-def _taken(one: Fused) -> Iterator[str]:
-    """Names of tensors that an op takes."""
-    for field in ("x", "q", "k", "v", "scores", "source"):
-        yield getattr(one, field, "")
-    yield from getattr(one, "operands", ())
+    match one:
+        case FusedPointwise() | FusedContraction(normed=""):
+            return one.x == name and name not in one.operands
+    return False
 
 
 def _keeper(draft: RowDraft, op: FusedContraction) -> str | None:

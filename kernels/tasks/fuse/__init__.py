@@ -26,6 +26,7 @@ from distmega.kernels.tasks.fuse.types import (
     WeightStream,
     attention_extents,
     norms_of,
+    taken_by,
 )
 from distmega.kernels.tasks.fuse.views import Shown, shown_by_views
 
@@ -54,4 +55,5 @@ __all__ = [
     "norms_of",
     "shown_by_views",
     "substitute",
+    "taken_by",
 ]

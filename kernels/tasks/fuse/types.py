@@ -259,6 +259,24 @@ Fused = (
 )
 
 
+def taken_by(op: Fused) -> tuple[str, ...]:
+    """Tensors of rows that an op takes."""
+    match op:
+        case FusedContraction() | FusedPointwise():
+            return (op.x, *op.operands) if op.x else op.operands
+        case FusedAttention():
+            return op.q, op.k, op.v
+        case FusedRowAttention():
+            return tuple(dict.fromkeys(one.tensor for one in (op.q, op.k, op.v)))
+        case FusedRouting():
+            return (op.scores,)
+        case FusedGather():
+            return (op.x,)
+        case FusedChoice():
+            return (op.source,)
+    return ()
+
+
 def norms_of(op: Fused) -> list[InputNorm]:
     """All norms of a fused op."""
     if isinstance(op, FusedAttention | FusedRowAttention):

@@ -179,12 +179,16 @@ def given_row(
     """Rows of what comes in, where ranks share the program: an input, or pushed by those that have
     a part of the id's row.
     """
+    found: Floats = np.zeros(0, dtype=np.float32)
     if not sm.gpu.queues.ids:
-        return sm.gpu.embed[0][row]
+        found = sm.gpu.embed[0][row]
+        return found
     words = np.unique(EMBEDDED + row // 4 * 2)
     words = np.stack((words, words + 1), axis=-1).reshape(-1)
     pairs = yield from sm.poll(words, flag - one.generation, repr(one.name))
-    return halves_of(pairs)[row - 2 * (int(words[0]) - EMBEDDED)] if len(row) else np.zeros(0)
+    if len(row):
+        found = halves_of(pairs)[row - 2 * (int(words[0]) - EMBEDDED)]
+    return found
 
 
 def stage(
@@ -217,19 +221,25 @@ def published_row(sm: RowSm, one: RowLinear, flag: int) -> Generator[Key, None, 
     ranks = sm.gpu.queues.num_ranks if one.flags & X_PARTS else 1
     words = one.src + np.arange(ranks * one.num_src_words)
     found = halves_of((yield from sm.poll(words, flag, repr(one.name))))
-    parts = found.reshape(ranks, 2 * one.num_src_words)
     if ranks == 1:
-        return parts[0]
+        return found
+    parts = found.reshape(ranks, 2 * one.num_src_words)
     if one.flags & KEEP_X:
         at, wanted = one.carry + (own := own_rows(sm, one)), np.full(len(own), True)
         kept = sm.gpu.kept.load(sm.sm, at, wanted)
         for part in parts[1:]:
             kept = kept + part[own]
         sm.gpu.kept.store(sm.sm, at, kept, wanted)
-    total = parts[0]
-    for part in parts[1:]:
+    return to_bf16(added_up(found, ranks))
+
+
+def added_up(found: Floats, num_ranks: int) -> Floats:
+    """The sum of ranks' parts, one behind the other, in rank order."""
+    first, *others = found.reshape(num_ranks, -1)
+    total: Floats = first
+    for part in others:
         total = total + part
-    return to_bf16(total)
+    return total
 
 
 def own_rows(sm: RowSm, one: RowLinear) -> np.ndarray:

@@ -15,7 +15,7 @@ from distmega.kernels.hopper.emulator.numbers import (
     halves_of,
     normalised,
 )
-from distmega.kernels.hopper.emulator.one_row.bodies import norm_vector, publish_rows
+from distmega.kernels.hopper.emulator.one_row.bodies import added_up, norm_vector, publish_rows
 from distmega.kernels.hopper.emulator.sm import RowSm
 from distmega.kernels.hopper.plan.types import RowFormula
 from distmega.kernels.hopper.plan.words import (
@@ -69,7 +69,7 @@ def whole_row(
     payload = yield from sm.poll(words, flag, repr(one.name))
     found = floats_of(payload) if formula.numbers else halves_of(payload)
     if formula.parts:
-        return np.add.reduce(found.reshape(sm.gpu.queues.num_ranks, -1), axis=0)
+        return added_up(found, sm.gpu.queues.num_ranks)
     first = (read.words.start - one.src) * (1 if formula.numbers else 2)
     return np.concatenate((np.full(first, np.nan, dtype=np.float32), found))
 
