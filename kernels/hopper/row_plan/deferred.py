@@ -10,16 +10,13 @@ epilogues.py.
 
 from collections.abc import Mapping
 
-from distmega.kernels.hopper.plan.matrices import num_units, rows_of, share
-from distmega.kernels.hopper.plan.words import MAX_SMS, UNIT_ROWS
+from distmega.kernels.hopper.plan.matrices import rows_of, share
 from distmega.kernels.hopper.row_plan.draft import POLLED_WORDS, RowDraft
 from distmega.kernels.tasks.fuse import Fused, FusedContraction, FusedPointwise, taken_by
 from distmega.program.expr import parse
 
 MAX_PART_ROWS = 4096
 """Rows of the parts of all ranks together, at most: of 8192 polls cost what an owner's way does."""
-MAX_OWN_UNITS = MAX_SMS // UNIT_ROWS
-"""Units of rows that an SM keeps, at most: an element a thread."""
 FORMULAS = {0: (parse("a0"),), 1: (parse("a0 + a1"), parse("a1 + a0"))}
 """Of a sum and of what is carried, by the number of the latter: parts of them add up."""
 
@@ -53,12 +50,7 @@ def _adds_up(op: FusedContraction) -> bool:
 
 def _has_parts(draft: RowDraft, op: FusedContraction) -> bool:
     """Whether there are parts to add up, and few enough."""
-    rows = rows_of(op, draft.placed)
-    return (
-        _adds_up(op)
-        and op.num_ranks * rows <= MAX_PART_ROWS
-        and -(-num_units(rows) // draft.num_sms) <= MAX_OWN_UNITS
-    )
+    return _adds_up(op) and op.num_ranks * rows_of(op, draft.placed) <= MAX_PART_ROWS
 
 
 def _is_polled(draft: RowDraft, op: FusedContraction) -> bool:
