@@ -24,6 +24,8 @@ MARGIN_S = 5.0
 """What a graph may take beside its waits for other ranks."""
 GRACE_S = 10.0
 """How much longer the thread waits than `wait` does."""
+IDLE_S = 60.0
+"""How long the thread stays behind the last call: to start it takes a call 0.2 to 0.5 ms."""
 
 
 class Reached(Protocol):
@@ -73,8 +75,8 @@ def graph_limit_s(timeout_s: float) -> float:
 
 
 class _Watcher:
-    """The thread that looks at all deadlines whose calls are not known to have ended. There is none
-    without these.
+    """The thread that looks at all deadlines whose calls are not known to have ended. It ends once
+    there have been none for a while.
     """
 
     def __init__(self) -> None:
@@ -94,19 +96,21 @@ class _Watcher:
                 self._thread.start()
 
     def _run(self) -> None:
-        watched = self._drop_idle()
-        while watched:
-            time.sleep(min(1.0, *(each.limit_s / 4 for each in watched)))
+        watched, last = self._drop_idle(), time.monotonic()
+        while watched or not self._ends(idle_s=time.monotonic() - last):
+            time.sleep(min([1.0, *(each.limit_s / 4 for each in watched)]))
             for each in watched:
                 try:
                     each.look(time.monotonic())
                 except Exception:  # of a GPU that has failed: others are watched on
                     logger.exception("%s: no longer watched", each.what)
                     each.forget()
+            if watched:
+                last = time.monotonic()
             watched = self._drop_idle()
 
     def _drop_idle(self) -> "list[Deadline]":
-        """The deadlines that have marks. The thread ends where there are none."""
+        """The deadlines that have marks."""
         with self._lock:
             for deadline in [*self._watched]:
                 deadline.is_watched = False  # first, so that either `note` sees this or this a mark
@@ -114,9 +118,15 @@ class _Watcher:
                     deadline.is_watched = True
                 else:
                     self._watched.discard(deadline)
-            if not self._watched:
-                self._thread = None
             return [*self._watched]
+
+    def _ends(self, idle_s: float) -> bool:
+        """Whether the thread ends, which has had nothing to look at for so long."""
+        with self._lock:
+            if self._watched or idle_s < IDLE_S:
+                return False
+            self._thread = None
+            return True
 
 
 _watcher = _Watcher()

@@ -36,6 +36,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "needed", 0)
     monkeypatch.setattr(deadline, "GRACE_S", 0.0)
+    monkeypatch.setattr(deadline, "IDLE_S", 0.0)
     monkeypatch.setattr(deadline, "_watcher", deadline._Watcher())  # other tests have left calls
 
 
@@ -149,6 +150,26 @@ def test_calls_behind_the_end_of_the_thread_are_watched_by_another(
     monkeypatch.setattr(Event, "needed", 10**9)
     calls.note()
     assert ended.wait(60)
+
+
+def test_the_thread_stays_for_calls_that_come_soon(
+    monkeypatch: pytest.MonkeyPatch,
+    ended: threading.Event,
+    watching: Callable[[], list[threading.Thread]],
+):
+    monkeypatch.setattr(deadline, "IDLE_S", 3600.0)
+    calls = Deadline("calls", 0.02)
+    calls.note()
+    calls.wait()
+    (thread,) = watching()
+    assert until(lambda: not calls.is_watched)
+    monkeypatch.setattr(Event, "needed", 10**9)
+    calls.note()
+    assert watching() == [thread]
+    assert ended.wait(60)
+    calls.forget()
+    monkeypatch.setattr(deadline, "IDLE_S", 0.0)
+    assert until(lambda: not watching())
 
 
 def test_a_call_that_comes_as_the_thread_ends_is_watched(
