@@ -265,8 +265,10 @@ class _Compiler:
         for name in self.sources:
             self.views[storage_of(name, self.sources)].append(name)
         self.viewed = set(self.views)
-        self.packed = self.viewed | set(host.outputs)
-        """Buffers whose elements lie in row-major order; others lie as an op left them."""
+        self.packed = self.viewed | set(host.outputs) - set(self.sources)
+        """Buffers whose elements lie in row-major order; others lie as an op left them, and views
+        where what they show does, whatever is written there later.
+        """
         given = {buffer.name for buffer in host.buffers if buffer.role != "temp"}
         segments = host.segment_map()
         looped = {

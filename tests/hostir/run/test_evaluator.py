@@ -117,6 +117,27 @@ def test_an_overwritten_temp_is_seen_through_its_view():
     assert evaluator(host).run({"x": torch.arange(4.0)})["y"].tolist() == [0.0, 10.0]
 
 
+SHOWN_EARLY = """
+host early on mesh(tp=1)
+  streams 1, events 0
+  input x: f32[2, 3]
+  temp a: f32[2, 3]
+  temp turned: f32[3, 2]
+  body
+    allocate a
+    all_reduce tp (x) -> (a) as a.all_reduce | combine='sum'
+    turned = view[i1:3 i0:2] a(i0, i1) -> turned(i1, i0)
+    wait a.all_reduce
+  return turned
+"""
+
+
+def test_an_output_that_is_a_view_shows_what_is_written_after_it():
+    host = parse_host(SHOWN_EARLY)
+    tensors = random_tensors(host)
+    assert torch.equal(evaluator(host).run(tensors)["turned"], tensors["x"].T)
+
+
 def test_a_streamed_loop_equals_the_whole():
     host = parse_host(STREAMED.replace("tp=2", "tp=1"))
     tensors = random_tensors(host)
