@@ -479,7 +479,8 @@ def _group_ranks(team: Sequence[int]) -> list[int]:
 
 def flat_bytes(x: Tensor) -> Tensor:
     """x's elements, row-major, as bytes; the network then needs to know no dtype."""
-    return x.contiguous().view(-1).view(torch.uint8)
+    # a tensor of one element is contiguous whatever its strides say, and view(dtype) looks at them
+    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _signal_tag(name: str) -> int:

@@ -240,6 +240,10 @@ def check_movements(comm: Communicator) -> None:
     sums = torch.empty(2, 3)
     comm.reduce_scatter("tp", wholes[rank], sums, 1, "sum").wait()
     assert_near(sums, sum(wholes).chunk(size, 1)[rank])
+    one = values(rank, 2, 3)[1:, ::3]
+    out = torch.empty(size, 1)
+    comm.all_gather("tp", one, out, 0).wait()
+    assert torch.equal(out, torch.cat([values(r, 2, 3)[1:, ::3] for r in range(size)]))
     out = torch.empty(2, 3, dtype=torch.bfloat16)
     comm.broadcast("tp", parts[rank], out, size - 1).wait()
     assert torch.equal(out, parts[-1])
