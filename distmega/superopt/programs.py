@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from distmega.arguments import shown
 from distmega.errors import RequestError
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program
@@ -100,18 +101,25 @@ PAPER_CASES = (
 )
 
 
+_SIZE = re.compile(r"([a-z]+)=([0-9]{1,18})")
+
+
 def read_case(text: str) -> Program:
     """The program that "NAME SIZE=N ... rows=N" names; rows is 1 unless said. RequestError."""
     name, *words = text.split() or [""]
     family = FAMILIES.get(name)
-    sizes = dict(re.findall(r"(\w+)=(\d+)", " ".join(words)))
+    sizes = {match[1]: match[2] for match in map(_SIZE.fullmatch, words) if match}
     wanted = {*family.sizes, "rows"} if family else set()
     if not family or {"rows": "1", **sizes}.keys() != wanted or len(sizes) != len(words):
         forms = "; ".join(f"{n} {' '.join(f'{s}=N' for s in f.sizes)}" for n, f in FAMILIES.items())
-        raise RequestError(
-            f"case {text!r}", expected=f"one of: {forms}, with rows=N", remedy="correct it"
-        )
+        raise _wrong_case(text, f"one of: {forms}, with rows=N")
     numbers = {key: int(value) for key, value in {"rows": "1", **sizes}.items()}
     if min(numbers.values()) < 1:
-        raise RequestError(f"case {text!r}", expected="sizes of at least 1", remedy="correct it")
+        raise _wrong_case(text, "sizes of at least 1")
+    if numbers.get("heads", 0) % numbers.get("kv", 1):
+        raise _wrong_case(text, "as many heads for each of kv")
     return family.build(**numbers)
+
+
+def _wrong_case(text: str, expected: str) -> RequestError:
+    return RequestError(f"case {shown(text)}", expected=expected, remedy="correct it")

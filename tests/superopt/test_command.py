@@ -87,6 +87,9 @@ def test_the_papers_programs_are_known(case: str):
     [
         (["lora k=4096 rows=1"], "case 'lora k=4096 rows=1'"),
         (["lora k=0 n=16 rank=16"], "sizes of at least 1"),
+        (["lora k=64.5 n=16 rank=16"], "case 'lora k=64.5 n=16 rank=16'"),
+        ([f"lora k={'9' * 5000} n=16 rank=16"], "expected one of"),
+        (["gqa_decode ctx=8 heads=7 kv=2 dim=4"], "as many heads for each of kv"),
         (["nowhere.txt"], "'nowhere.txt' can't be read"),
         (["lora k=64 n=64 rank=16", "--kept", "0"], "--kept 0"),
     ],
