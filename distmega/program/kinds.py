@@ -147,6 +147,8 @@ class OpKind:
     zero_where: whether results are exactly zero in padding, where operands `holders` have padding
         and those of `zero` hold zeros there.
     finite_where: whether results are finite in padding where operands are, those of `zero` zero.
+    combine: how values of an axis that it takes together are combined, a word of COMBINES of
+        types.py; "" where the attribute `combine` says it, or else the axis alone.
     attrs: rules of attributes that its functions read, by name.
     flops: arithmetic, two a multiply-add. grouped_flops: as that of a number of points, where an op
         runs over groups of rows.
@@ -191,6 +193,7 @@ class OpKind:
     host_reads: str = ""
     zero_where: ZeroWhere = never_zero
     finite_where: Callable[[StatedOp, Set[int]], bool] = always_finite
+    combine: str = ""
     attrs: Mapping[str, AttrRule] = field(default_factory=dict, hash=False)
     flops: Flops = no_flops
     grouped_flops: Callable[[StatedOp, float], float] = two_a_point

@@ -246,6 +246,8 @@ def verify_program(program: Program) -> Program:
         defined.update(access.tensor for access in op.writes)
     _verify_views(program, tensors)
     _verify_written_views(program)
+    for op in program.ops:
+        _verify_roles(program, op)
     for name in program.outputs:
         if name not in defined:
             raise _broken(program, f"output {name!r} is never written", "outputs that an op writes")
@@ -335,6 +337,21 @@ def _verify_accesses(program: Program, op: Op, tensors: dict[str, Tensor]) -> No
         if tensors[access.tensor].role in ("input", "weight"):
             found = f"op {op.name!r} writes {access.tensor!r}"
             raise _broken(program, found, "inputs and weights are only read")
+
+
+def _verify_roles(program: Program, op: Op) -> None:
+    """Whether axes do what their roles say: ranks and tiles share them out by these."""
+    written = {name for access in op.writes for index in access.dims for name in index.axes}
+    combine = kind_of(op).combine or op.get("combine", "")
+    for axis in op.axes:
+        is_written = axis.name in written
+        if axis.role != "scatter" and is_written != (axis.role == "parallel"):
+            by = "by" if is_written else "without"
+            found = f"op {op.name!r} writes {by} {axis.role} axis {axis.name!r}"
+            raise _broken(program, found, "writes by all parallel axes and no reduce axis")
+        if axis.combine and combine and axis.combine != combine:
+            found = f"op {op.name!r} combines {axis.name!r} by {axis.combine}"
+            raise _broken(program, found, f"{combine}, as what it computes does")
 
 
 def _verify_index(program: Program, op: Op, access: Access, index: Index, extent: int) -> None:

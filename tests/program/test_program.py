@@ -46,10 +46,11 @@ def with_op(index: int, **changes: object) -> Program:
     return replace(sound(), ops=tuple(ops))
 
 
-def with_axis(**changes: object) -> Program:
-    """Changes the reduced axis of h."""
-    axes = sound().ops[0].axes
-    return with_op(0, axes=(*axes[:-1], replace(axes[-1], **changes)))
+def with_axis(number: int = -1, **changes: object) -> Program:
+    """Changes an axis of h, by default the reduced one."""
+    axes = [*sound().ops[0].axes]
+    axes[number] = replace(axes[number], **changes)
+    return with_op(0, axes=tuple(axes))
 
 
 def with_write(**changes: object) -> Program:
@@ -102,6 +103,12 @@ MUTATIONS: dict[str, tuple[Callable[[], Program], str]] = {
     "axis role": (lambda: with_axis(role="serial"), "serial"),
     "axis combine": (lambda: with_axis(combine="product"), "product"),
     "combined parallel axis": (lambda: with_axis(role="parallel"), "role='parallel'"),
+    "combined otherwise": (lambda: with_axis(combine="max"), "'k' by max"),
+    "summed axis parallel": (
+        lambda: with_axis(role="parallel", combine=""),
+        "without parallel axis 'k'",
+    ),
+    "written axis reduced": (lambda: with_axis(0, role="reduce"), "by reduce axis 'm0'"),
     "index shifted": (lambda: with_write(offset=1), "a dim of 8 of 'y'"),
     "index stretched": (lambda: with_write(stride=2), "a dim of 8 of 'y'"),
     "index reversed": (lambda: with_write(stride=-1), "stride -1"),

@@ -222,6 +222,7 @@ define(
     OpKind(
         name="linear",
         in_megakernel=True,
+        combine="sum",
         contracts=True,
         reads_apart=True,
         added_from=2,

@@ -396,6 +396,7 @@ define(
     OpKind(
         name="gather_rows",
         in_megakernel=True,
+        combine="sum",
         masks_padding=True,
         grouped_flops=lambda op, points: 0,
         reference=_gather_rows_reference,
@@ -405,11 +406,18 @@ define(
     OpKind(
         name="grouped_linear",
         in_megakernel=True,
+        combine="sum",
         contracts=True,
         host_reads="where groups start",
         reference=_grouped_linear_reference,
     )
 )
 define(
-    OpKind(name="scatter_add", in_megakernel=True, linear_read=0, reference=_scatter_add_reference)
+    OpKind(
+        name="scatter_add",
+        in_megakernel=True,
+        combine="sum",
+        linear_read=0,
+        reference=_scatter_add_reference,
+    )
 )

@@ -190,6 +190,7 @@ define(
     OpKind(
         name="embedding",
         in_megakernel=True,
+        combine="sum",
         looks_up_rows=True,
         masks_padding=True,
         zero_where=zero_in(1),

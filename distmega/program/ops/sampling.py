@@ -235,6 +235,7 @@ define(
     OpKind(
         name="argmax",
         in_megakernel=True,
+        combine="argmax",
         masks_padding=True,
         flops=one_a_point,
         reference=_argmax_reference,
@@ -261,6 +262,7 @@ define(
     OpKind(
         name="sample",
         in_megakernel=True,
+        combine="argmax",
         chooses_token=True,
         masks_padding=True,
         flops=one_a_point,
