@@ -178,7 +178,8 @@ MOST = 2**31
 
 
 def shard(dim: int, axis: str) -> Layout:
-    """The layout that divides tensor dim `dim` over mesh axis `axis`; join several with `|`.
+    """The layout that divides tensor dim `dim`, from the last where it is below 0, over mesh axis
+    `axis`; join several with `|`.
 
     PlanError unless these are a whole number and a name.
     """
@@ -192,7 +193,8 @@ def replicate() -> Layout:
 
 
 def stream(dim: int, num: int, *, ring: str = "") -> Layout:
-    """Ops around the tensor run in a host loop over `num` chunks of a rank's part of `dim`.
+    """Ops around the tensor run in a host loop over `num` chunks of a rank's part of `dim`, which
+    counts from the last where it is below 0.
 
     Iterations overlap on several streams. Join it with `shard` or `replicate` by `|`; alone it
     leaves the devices to the planner. num=1 keeps the op that makes the tensor out of loops. ring:
