@@ -128,6 +128,8 @@ class Evaluator:
                 remedy="compile each of host.segments, or lower with megakernel=False",
             )
         self._given = [buffer for buffer in host.buffers if buffer.role != "temp"]
+        self._shown = [name for name in host.outputs if name in view_sources(host.body)]
+        """Outputs that are views, which may be turned: of what their storage holds at the end."""
         self.matmuls = matmuls or SequentialMatmuls(comm)
         self.matmuls.open_symmetric_buffers(host.symmetric_buffers)
         self._compile(watch)
@@ -151,8 +153,8 @@ class Evaluator:
         return found
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Outputs by name. tensors: the inputs, weights and states of this rank, of their local
-        shapes.
+        """Outputs by name, in row-major order but for what was given. tensors: the inputs, weights
+        and states of this rank, of their local shapes.
 
         Raises ProgramError for a tensor that is missing or does not fit, RankFailure if a node or a
         peer fails.
@@ -168,7 +170,9 @@ class Evaluator:
                     self._run(frame)
                 finally:
                     self._streams.end()
-        return {name: frame.tensors[name] for name in self.host.outputs}
+            outputs = {name: frame.tensors[name] for name in self.host.outputs}
+            outputs |= {name: outputs[name].contiguous() for name in self._shown}
+        return outputs
 
     def rehearse(self, tensors: Mapping[str, Tensor]) -> None:
         """Launches the kernels of a run, once for operands of one kind, on memory that nobody has

@@ -17,6 +17,7 @@ from distmega.hostir.run.evaluator import Evaluator
 from distmega.hostir.run.timeline import HostClock
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
+from tests.hostir import streams
 from tests.hostir.programs import (
     RING,
     STREAMED,
@@ -74,6 +75,15 @@ def test_views_share_storage(megakernel: bool, apart: str):
     assert torch.equal(found["top"], (half * 2).amax(0))
     assert torch.equal(found["c"], torch.cat((half * 2, half)))
     assert torch.equal(found["turned"], a.T)
+
+
+def test_outputs_that_turn_a_sum_over_ranks_show_it():
+    """Views come before the wait for the sum."""
+    p = ProgramBuilder("turned")
+    x, w = p.input("x", (6, 4)), p.weight("w", (2, 4))
+    program = p.build(p.transpose(p.linear(x, w), (1, 0), view=True))
+    _, split, host = streams.lowered(program, streams.TP, streams.SPLIT_SUM)
+    streams.assert_exact(program, split, host)
 
 
 def test_another_evaluator_is_watched_or_has_other_kernels():
