@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 
@@ -37,6 +38,9 @@ EXIT_S = 5.0
 """How long a rank may take to leave in good order, and a killed process to disappear."""
 
 POSITION_S = 1.0
+
+LOOK_S = 0.01
+"""How often to look whether a rank that is leaving has ended."""
 
 
 def run_local(job: Job) -> Generator[Event]:
@@ -95,7 +99,7 @@ class LocalTeam:
 
     def kill(self) -> None:
         for rank in self.ranks:
-            _kill_session(rank.process)
+            _signal_session(rank.process, signal.SIGKILL)
         for number, rank in enumerate(self.ranks):
             try:
                 rank.process.wait(EXIT_S)
@@ -153,15 +157,24 @@ def _send(connection: Connection, message: object) -> None:
 
 
 def _await_exit(process: subprocess.Popen[bytes]) -> str:
+    """How a rank ended. What it started and left is asked to end, while the rank is not reaped, so
+    that nobody else has its number.
+    """
+    deadline = time.monotonic() + EXIT_S
+    while (state := process_state(process.pid)) not in ("Z", "") and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    if state == "Z":  # not by SIGKILL: the process that removes shared memory is among them
+        _signal_session(process, signal.SIGTERM)
     try:
-        return describe_exit(process.wait(EXIT_S))
+        return describe_exit(process.wait(max(0.0, deadline - time.monotonic())))
     except subprocess.TimeoutExpired:
         return "closed its connection to the launcher"
 
 
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and what it started; a reaped process has no session that could be mistaken
-    for another's.
+def _signal_session(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Signal the process and what it started; a reaped process has no session that could be
+    mistaken for another's.
     """
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)

@@ -87,7 +87,8 @@ class _Rank:
         assert process.pid is not None, "it has started"
         self.pid = process.pid
 
-    def poll(self) -> int | None:
+    @property
+    def returncode(self) -> int | None:
         return self._process.exitcode
 
     def wait(self, timeout: float) -> int:

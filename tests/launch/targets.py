@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,12 @@ def kill_last(context: RankContext, payload: signal.Signals | None, emit: Emit) 
     if _is_last(context):
         os.kill(os.getpid(), payload) if payload else os._exit(7)
     dist.barrier()
+
+
+def leave_a_child(context: RankContext, payload: None, emit: Emit) -> None:
+    """Emits the process id of what it starts; then the rank ends itself."""
+    emit(subprocess.Popen(["sleep", "300"]).pid)
+    os._exit(7)
 
 
 def reduce_forever(context: RankContext, payload: None, emit: Emit) -> None:

@@ -77,6 +77,14 @@ def test_a_rank_that_dies_is_named_and_ends_the_others_at_once(
     assert is_gone(survivor)
 
 
+def test_what_a_dead_rank_started_ends_with_it():
+    events = launch("tests.launch.targets:leave_a_child", None, LauncherOptions(device="cpu"))
+    child = next(events).value
+    with pytest.raises(RankFailure, match="rank 0 of 1 exited with code 7"):
+        list(events)
+    assert wait_until(lambda: is_gone(child))
+
+
 @FORKED
 def test_an_error_of_ours_comes_back_as_it_was_raised():
     with pytest.raises(RequestError) as refusal:
