@@ -56,11 +56,13 @@ class DistmegaError(Exception):
         return f"{self.found}; expected {self.expected}; {self.remedy}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.found, self.expected, self.remedy)
+        kept = {name: value for name, value in vars(self).items() if name != "__notes__"}
+        return _rebuild, (type(self), self.args), kept
 
 
-def _rebuild(kind: type[DistmegaError], found: str, expected: str, remedy: str) -> DistmegaError:
-    return kind(found, expected=expected, remedy=remedy)
+def _rebuild(kind: type[DistmegaError], args: tuple[object, ...]) -> DistmegaError:
+    """An error without a call of its class, which may take other arguments."""
+    return kind.__new__(kind, *args)
 
 
 class ProgramError(DistmegaError, ValueError):

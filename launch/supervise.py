@@ -12,7 +12,7 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-from distmega.errors import DistmegaError, HangError, RankFailure
+from distmega.errors import DistmegaError, HangError, LaunchError, RankFailure
 from distmega.launch.contract import Emitted, Event, Job, Result
 from distmega.launch.host.reports import Died, Done, Failed, Position, Ready, Report, Value
 
@@ -93,13 +93,25 @@ def _follow(team: RunningRanks, job: Job) -> Generator[Event]:
         if failures:
             raise (yield from _find_root_cause(team, failures, states))
     team.finish()
-    yield Result(value=pickle.loads(result))
+    yield Result(value=read_value(result, "a result"))
 
 
 def _emit_values(reports: Sequence[Report]) -> Generator[Event]:
     for report in reports:
         if isinstance(report, Value):
-            yield Emitted(value=pickle.loads(report.data))
+            yield Emitted(value=read_value(report.data, "a value"))
+
+
+def read_value(data: bytes, what: str) -> object:
+    """What rank 0 pickled; LaunchError where it can't be read here, as where its class is not."""
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # whatever the classes of its parts raise
+        raise LaunchError(
+            f"rank 0 gave {what} that can't be read here ({type(error).__name__}: {error})",
+            expected="what can be unpickled where the ranks are started from",
+            remedy="give plain values, arrays, or tensors of a CPU",
+        ) from error
 
 
 def _failures(reports: Sequence[Report]) -> list[Failed | Died]:

@@ -9,7 +9,6 @@ the other ranks and names the failed one in its summary as well. Next: launch/wo
 import functools
 import logging
 import os
-import pickle
 import socket
 import time
 from collections.abc import Generator, Iterable
@@ -31,7 +30,7 @@ from distmega.launch.host.stores import (
     reach_store,
     serve_store,
 )
-from distmega.launch.supervise import describe_failure
+from distmega.launch.supervise import describe_failure, read_value
 from distmega.launch.worker import RankRun, close_group, make_context, start_logging
 
 logger = logging.getLogger(__name__)
@@ -114,14 +113,14 @@ def run_torchrun(job: Job) -> Generator[Event]:
     for report in chain.from_iterable(run.stream()):
         match report:
             case Value(data=data):
-                yield Emitted(value=pickle.loads(data))
+                yield Emitted(value=read_value(data, "a value"))
             case Failed():
                 claim_report()
                 raise _explain_failure(report, store, here)
             case Done(data=data):
                 _leave_together(store, here, job.timeout_s)
                 if here.rank == 0:
-                    yield Result(value=pickle.loads(data))
+                    yield Result(value=read_value(data, "a result"))
 
 
 @functools.cache

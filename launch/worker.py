@@ -109,7 +109,7 @@ class RankRun:
             raise RankFailure(
                 f"rank {self._context.rank} of {self._context.world_size} raised"
                 f" {type(error).__name__}: its {what} of type {type(value).__name__} can't be"
-                f" pickled ({error})",
+                f" pickled ({_text(error)})",
                 expected="what can be sent to the launcher",
                 remedy="give plain values, arrays, or tensors of a CPU",
             ) from error
@@ -236,11 +236,28 @@ def _check_interfaces(names: str) -> None:
 def _describe_failure(rank: int, error: BaseException) -> Failed:
     return Failed(
         rank=rank,
-        error=error if isinstance(error, DistmegaError) else None,
-        summary=f"{type(error).__name__}: {error}",
+        error=error if isinstance(error, DistmegaError) and _can_be_sent(error) else None,
+        summary=f"{type(error).__name__}: {_text(error)}",
         traceback="".join(traceback.format_exception(error)),
         lost_peer=_is_lost_peer(error),
     )
+
+
+def _can_be_sent(error: DistmegaError) -> bool:
+    """Whether it can be pickled and read back, as one whose class is inside of a function can't."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class, or the classes of its parts, raise
+        return False
+    return True
+
+
+def _text(error: BaseException) -> str:
+    """What an error says, whatever its class does when it is asked."""
+    try:
+        return str(error)
+    except Exception as wrong:
+        return f"its text raised {type(wrong).__name__}"
 
 
 def _is_lost_peer(error: BaseException) -> bool:

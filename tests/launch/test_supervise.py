@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmega.errors import DistmegaError, HangError, LostPeerError, RankFailure, RequestError
+from distmega.errors import (
+    DistmegaError,
+    HangError,
+    LaunchError,
+    LostPeerError,
+    RankFailure,
+    RequestError,
+)
 from distmega.launch import supervise as supervise_module
 from distmega.launch.contract import Emitted, Job, RayOptions
 from distmega.launch.host.reports import Died, Done, Failed, Position, Ready, Report, Value
@@ -178,6 +185,13 @@ def test_what_came_while_the_launcher_stood_still_is_heard(monkeypatch: pytest.M
     events = list(supervise(team, JOB))
     assert [type(event) for event in events[:-1]] == [Emitted]
     assert team.calls == ["start", "finish", "kill"]
+
+
+def test_a_value_that_cannot_be_read_here_is_named(monkeypatch: pytest.MonkeyPatch):
+    strange = b"cnowhere\nThing\n."
+    error = error_of(PlayedTeam([READY, [Value(rank=0, data=strange)]]), monkeypatch)
+    assert isinstance(error, LaunchError)
+    assert error.found.startswith("rank 0 gave a value that can't be read here (ModuleNotFound")
 
 
 DONE = b"\x80\x05N."

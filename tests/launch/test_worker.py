@@ -1,4 +1,4 @@
-"""Which errors of a rank mean that it lost another one."""
+"""How a rank tells of an error, and which errors mean that it lost another rank."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from distmega.errors import LostPeerError, RankFailure, RequestError
 from distmega.hostir.comm.communicator import GlooCommunicator
 from distmega.launch.host.stores import DistNetworkError
-from distmega.launch.worker import _is_lost_peer
+from distmega.launch.worker import _describe_failure, _is_lost_peer
 from distmega.sharding.layout.mesh import DeviceMesh
 
 
@@ -50,3 +50,25 @@ def test_what_has_no_such_cause_is_the_rank_s_own():
     assert _is_lost_peer(ConnectionResetError())
     assert not _is_lost_peer(RuntimeError("set-up failed: a gloomy day"))
     assert not _is_lost_peer(RequestError("a", expected="b", remedy="c"))
+
+
+class MuteError(Exception):
+    """Fails where it is to be shown."""
+
+    def __str__(self) -> str:
+        raise LookupError("no words")
+
+
+def test_an_error_that_has_no_text_is_told_of():
+    report = _describe_failure(1, MuteError())
+    assert report.summary == "MuteError: its text raised LookupError"
+    assert "MuteError" in report.traceback
+
+
+def test_an_error_that_cannot_be_sent_is_told_of_in_words():
+    class LocalError(RequestError):
+        """Nobody finds it."""
+
+    report = _describe_failure(1, LocalError("a", expected="b", remedy="c"))
+    assert (report.error, report.summary) == (None, "LocalError: a; expected b; c")
+    assert _describe_failure(1, RequestError("a", expected="b", remedy="c")).error is not None

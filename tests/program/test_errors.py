@@ -1,8 +1,10 @@
-"""Words of messages."""
+"""Words of messages, and errors on their way to another process."""
+
+import pickle
 
 import pytest
 
-from distmega.errors import counted
+from distmega.errors import RequestError, counted
 
 
 @pytest.mark.parametrize(
@@ -14,3 +16,17 @@ from distmega.errors import counted
 )  # fmt: skip
 def test_one_is_counted_in_the_singular(count: int, noun: str, text: str):
     assert counted(count, noun) == text
+
+
+class NumberError(RequestError):
+    """Takes other arguments than the errors here."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"number {number}", expected="another", remedy="choose one")
+        self.number = number
+
+
+def test_an_error_of_a_users_class_is_pickled_as_it_is():
+    error = pickle.loads(pickle.dumps(NumberError(3)))
+    assert isinstance(error, NumberError)
+    assert (str(error), error.number) == (str(NumberError(3)), 3)
