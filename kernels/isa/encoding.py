@@ -29,7 +29,7 @@ from typing import NamedTuple, get_args, get_origin, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-from distmega.errors import ProgramError
+from distmega.errors import ProgramError, UnsupportedError
 from distmega.kernels.isa.opcodes import OPCODES, Instruction, Ref
 from distmega.kernels.runtime.arena import Space
 from distmega.program.dtypes import ITEM_BYTES
@@ -115,7 +115,9 @@ def base_columns(opcode: int) -> tuple[int, ...]:
 
 
 def pack(instruction: Instruction, header: Header) -> Words:
-    """The record of an instruction; ProgramError if a value does not fit its word."""
+    """The record of an instruction; ProgramError if a size does not fit its word, UnsupportedError
+    for a float that doesn't.
+    """
     words = [0] * WORDS
     words[:HEADER_WORDS] = header_words(OPCODES.index(type(instruction)), header)
     for field in record_fields(OPCODES.index(type(instruction))):
@@ -125,7 +127,7 @@ def pack(instruction: Instruction, header: Header) -> Words:
                 words[field.types] |= (1 + value.space * 8 + DTYPES.index(value.dtype)) << field.bit
                 words[field.start : field.start + 2] = value.base, value.first
         elif field.kind == "float":
-            words[field.start] = _float_bits(value)
+            words[field.start] = _fitting_bits(instruction, field.name, value)
         else:
             values = value if field.is_tuple else (value,)
             words[field.start : field.start + field.num_words] = values
@@ -220,6 +222,17 @@ def describe(record: Words, names: tuple[str, ...] = ()) -> str:
     if header.num_signals:
         parts.append(f"| signals {header.signal}..{header.signal + header.num_signals - 1}")
     return " ".join(parts)
+
+
+def _fitting_bits(instruction: Instruction, name: str, value: float) -> int:
+    try:
+        return _float_bits(value)
+    except OverflowError as error:
+        raise UnsupportedError(
+            f"{type(instruction).__name__} with {name}={value}",
+            expected="a number that f32 holds",
+            remedy="scale its operands instead, or leave the op to library ops, megakernel=False",
+        ) from error
 
 
 def _float_bits(value: float) -> int:

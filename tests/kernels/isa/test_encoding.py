@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmega.errors import CheckError, ProgramError
+from distmega.errors import CheckError, ProgramError, UnsupportedError
 from distmega.kernels.isa import encoding
 from distmega.kernels.isa.encoder import encode
 from distmega.kernels.isa.encoding import MAX_WAITS, WORDS, Header, pack, unpack
-from distmega.kernels.isa.opcodes import OPCODES, Linear, Nop, Ref
+from distmega.kernels.isa.opcodes import OPCODES, Linear, Nop, Norm, Ref
 from distmega.kernels.runtime.arena import Space, layout_segment
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.schedule import schedule_graph
@@ -118,6 +118,12 @@ def test_values_that_do_not_fit_are_refused():
         pack(linear(n=2**31), Header(group=0, task=0))
     with pytest.raises(ProgramError, match="5000 waits"):
         pack(Nop(), Header(group=0, task=0, num_waits=5000))
+    x = linear().x
+    sizes = {"kind": 0, "rows": 1, "dim": 8, "start": 0, "count": 8}
+    strides = dict.fromkeys(("x_strides", "vector_strides", "out_strides"), (8, 1))
+    norm = Norm(x=x, weight=None, bias=None, out=x, eps=1e39, **sizes, **strides)
+    with pytest.raises(UnsupportedError, match=r"Norm with eps=1e\+39; expected a number that f32"):
+        pack(norm, Header(group=0, task=0))
 
 
 TREES = st.recursive(
