@@ -8,6 +8,7 @@ are matched.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from distmega.errors import CheckError
 from distmega.hostir.check.order_graph import (
@@ -129,11 +130,15 @@ class _RankWalk:
             start=start,
             done=done,
             writes=writes,
-            fills=fills,
+            fills=fills and (not region.viewed or self.is_whole(name, region.box)),
             needs_contents=needs_contents,
         )
         key = self.rank, region.buffer, region.instance
         self.graph.accesses.setdefault(key, []).append(access)
+
+    def is_whole(self, name: str, box: Box) -> bool:
+        """Whether a name has as many elements as the part of a buffer that it may be in."""
+        return self.buffers[name].num_elements == prod(stop - start for start, stop in box)
 
     def uses(self, node: Node, start: int, done: int) -> None:
         """The accesses of a node's operands. What it both reads and writes it reads first."""

@@ -282,6 +282,30 @@ def test_kernels_use_what_they_see_through_views():
     assert node_writes(node, host.segment_map()) == ("s", "y")
 
 
+def test_a_part_that_is_written_does_not_stand_for_the_whole():
+    text = """
+host halves on mesh(tp=1)
+  streams 1, events 0
+  input x: f32[2]
+  temp a: f32[4]
+  temp low: f32[2]
+  temp y: f32[4]
+  body
+    allocate a
+    a = concat[i:4] x(i) x(i-2) -> a(i) | dim=0
+    low = view[i:2] a(i) -> low(i)
+    low = set[i:2] x(i) -> low(i)
+    allocate y
+    y = set[i:4] a(i) -> y(i)
+    free a
+  return y
+"""
+    check_host(parse_host(text))
+    unwritten = text.replace("    a = concat[i:4] x(i) x(i-2) -> a(i) | dim=0\n", "")
+    with pytest.raises(CheckError, match=r"buffer 'a'.* reads what nobody wrote"):
+        check_host(parse_host(unwritten))
+
+
 def test_waits_are_only_removed_from_where_they_stand():
     host = streamed()
     texts = [print_node(node) for node in walk_nodes(without(host, 10).body)]
