@@ -65,6 +65,11 @@ def always_finite(op: StatedOp, zero: Set[int]) -> bool:
     return True
 
 
+def fits_always(op: Any) -> tuple[str, str] | None:
+    """Of an op whose attributes are right if each is by itself."""
+    return None
+
+
 def two_a_point(op: StatedOp, points: float) -> float:
     """A multiplication and an addition."""
     return 2 * points
@@ -135,6 +140,7 @@ class OpKind:
     appends: rows to a cache, each at its position.
     looks_up_rows: of operand 1, by numbers that operand 0 holds.
     reads_apart: may read one tensor in two ways at once, each a part of its own: a x a', by rows.
+    reads_whole: looks at the shapes of operands alone, and so reads all of each.
     is_clipped: access maps may reach past a dim: an operand of a concat covers only its part of the
         output, and of a dim divided unevenly over ranks the positions past its end are padding.
     masks_padding: compares indices with the true extent, so that padding is never chosen.
@@ -150,6 +156,7 @@ class OpKind:
     combine: how values of an axis that it takes together are combined, a word of COMBINES of
         types.py; "" where the attribute `combine` says it, or else the axis alone.
     attrs: rules of attributes that its functions read, by name.
+    misfit: what of attributes that keep these does not fit an op's operands, and what was expected.
     flops: arithmetic, two a multiply-add. grouped_flops: as that of a number of points, where an op
         runs over groups of rows.
     reference: what it computes: from an op to a function of its operands, in the order of its reads
@@ -184,6 +191,7 @@ class OpKind:
     appends: bool = False
     looks_up_rows: bool = False
     reads_apart: bool = False
+    reads_whole: bool = False
     is_clipped: bool = False
     masks_padding: bool = False
     added_from: int | None = None
@@ -195,6 +203,7 @@ class OpKind:
     finite_where: Callable[[StatedOp, Set[int]], bool] = always_finite
     combine: str = ""
     attrs: Mapping[str, AttrRule] = field(default_factory=dict, hash=False)
+    misfit: Callable[[Any], tuple[str, str] | None] = fits_always
     flops: Flops = no_flops
     grouped_flops: Callable[[StatedOp, float], float] = two_a_point
     reference: Reference | None = None
@@ -235,7 +244,7 @@ def wrong_attr(op: StatedOp) -> tuple[str, str] | None:
         if not (rule.is_optional if value is None else rule.fits(value)):
             found = f"no {name}" if value is None else f"{name}={value!r}"[:200]
             return found, f"{name}: {rule.expected}"
-    return None
+    return kind_of(op).misfit(op)
 
 
 def kind_of(op: StatedOp) -> OpKind:

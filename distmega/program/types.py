@@ -333,6 +333,8 @@ def _verify_accesses(program: Program, op: Op, tensors: dict[str, Tensor]) -> No
             raise _broken(program, found, f"one index for each of its {counted(len(shape), 'dim')}")
         for index, extent in zip(access.dims, shape, strict=True):
             _verify_index(program, op, access, index, extent)
+        if wrong := wrong_access(op, access, shape):
+            raise _broken(program, f"op {op.name!r} {wrong[0]}", wrong[1])
     for access in op.writes:
         if tensors[access.tensor].role in ("input", "weight"):
             found = f"op {op.name!r} writes {access.tensor!r}"
@@ -352,6 +354,26 @@ def _verify_roles(program: Program, op: Op) -> None:
         if axis.combine and combine and axis.combine != combine:
             found = f"op {op.name!r} combines {axis.name!r} by {axis.combine}"
             raise _broken(program, found, f"{combine}, as what it computes does")
+
+
+def wrong_access(op: Op, access: Access, shape: Sequence[int]) -> tuple[str, str] | None:
+    """What of an access of a tensor of that shape breaks the rules, and what was expected; None
+    where it keeps them. Known axes, one index a dim.
+    """
+    names = [name for index in access.dims for name in index.axes]
+    if len({*names}) != len(names):
+        return f"indexes {access.tensor!r} by one axis twice", "each axis once"
+    kind, extents = kind_of(op), op.extents
+    writes = access in op.writes and not kind.inplace
+    if not (writes or kind.reads_whole):
+        return None
+    for index, extent in zip(access.dims, shape, strict=True):
+        reached = math.prod(extents[name] for name in index.axes)
+        fits = reached >= extent if kind.is_clipped else reached == extent
+        if not (fits and (index.offset, index.stride) == (0, 1)) and not index.is_grouped:
+            verb = "writes" if writes else "reads"
+            return f"{verb} a part of {access.tensor!r} of {list(shape)}", "all elements of it"
+    return None
 
 
 def _verify_index(program: Program, op: Op, access: Access, index: Index, extent: int) -> None:

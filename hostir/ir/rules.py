@@ -37,8 +37,9 @@ from distmega.hostir.ir.uses import (
     view_sources,
 )
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm, symmetric_bytes
+from distmega.program.dtypes import ITEM_BYTES
 from distmega.program.kinds import kind_of, wrong_attr
-from distmega.program.types import Access, Program, Tensor, accesses
+from distmega.program.types import Access, Program, Tensor, accesses, wrong_access
 
 Violation = tuple[int, str, str]
 """Node index (-1: the program as a whole), what was found, what was expected."""
@@ -92,6 +93,10 @@ def known_names(walked: Walked) -> Iterator[Violation]:
     axes = host.mesh.names
     if len(buffers) != len(host.buffers) or len(segments) != len(host.segments):
         yield -1, "two buffers or two segments share a name", "unique names"
+    for buffer in host.buffers:
+        if buffer.dtype not in ITEM_BYTES or min(buffer.shape, default=1) < 1:
+            found = f"{buffer.name!r} of shape {list(buffer.shape)} and dtype {buffer.dtype}"
+            yield -1, found, f"dims of at least 1 and a dtype of {', '.join(ITEM_BYTES)}"
     for name in host.outputs:
         if name not in buffers:
             yield -1, f"output {name!r} is no buffer", "a declared buffer"
@@ -119,6 +124,9 @@ def _named_axes(node: Node) -> tuple[str, ...]:
             return (peer.mesh_axis,)
         case SliceView(swizzle=axis) if axis:
             return (axis,)
+        case LibraryOp(op=op):
+            named = (op.get(name, "") for name in ("mesh_axis", "base_axis", "group_axis"))
+            return tuple(str(axis) for axis in named if axis)
     return ()
 
 
@@ -154,6 +162,8 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
                     elif not kind_of(op).is_clipped and not _reaches(extents, access, shape):
                         found = f"{access.tensor!r} of {list(shape)} indexed beyond its ends"
                         yield index, found, "positions that it has"
+                    elif misuse := wrong_access(op, access, shape):
+                        yield index, f"{op.name!r} {misuse[0]}", misuse[1]
             case Send(peer=peer) | Recv(peer=peer) | Signal(peer=peer) | WaitSignal(peer=peer):
                 size = host.mesh.size(peer.mesh_axis)
                 if not peer.ring and not 0 <= peer.offset < size:

@@ -1,5 +1,6 @@
 """Programs print readably and parse back; what is no program is refused by the line."""
 
+import re
 import string
 
 import pytest
@@ -136,11 +137,28 @@ def test_what_is_too_large_is_refused(old: str, new: str, named: str):
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("expr='silu(a0)'", "expr='silu(a1)'", "of 1 operand; expected 2"),
+        ("expr='silu(a0)'", "expr='silver(a0)'", "expected expr: an expression of a0, a1"),
+        ("expr='silu(a0)'", "dtypes=('i128',) expr='silu(a0)'", "expected dtypes: one of f64"),
+        ("temp h: f32[8, 32]", "temp h: f32[8, 33]", "op 'h' writes a part of 'h' of [8, 33]"),
+        ("n:32", "n:31", "op 'h' reads a part of 'w' of [32, 64]"),
+        ("x(m0, k)", "x(m0, m0)", "op 'h' indexes 'x' by one axis twice"),
+    ],
+)
+def test_an_op_that_no_builder_states_is_refused(old: str, new: str, named: str):
+    assert old in MLP
+    with pytest.raises(ProgramError, match=re.escape(named)):
+        parse_program(MLP.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "v = view[i:8] -> v(i)",
         "v = view[i:8] v(i) ->",
-        "v = view[i:8 j:1] v(i) -> v(j)",
+        "v = view[i:8 j:8] v(i) -> v(j)",
         "v = view[i:8] v(#0) -> v(i)",
     ],
 )

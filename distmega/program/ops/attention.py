@@ -398,6 +398,7 @@ define(
     OpKind(
         name="rope",
         in_megakernel=True,
+        reads_whole=True,
         rotates=True,
         zero_where=zero_in(0),
         flops=flops_a_result(4),
@@ -408,6 +409,7 @@ define(
     OpKind(
         name="kv_append",
         in_megakernel=True,
+        reads_whole=True,
         appends=True,
         inplace=True,
         zero_where=zero_in(0),
@@ -417,6 +419,7 @@ define(
 ATTENTION = OpKind(
     name="attention",
     in_megakernel=True,
+    reads_whole=True,
     mixes_values=True,
     reads_positions=True,
     host_reads="positions",

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from distmega.arguments import shown
-from distmega.errors import counted
+from distmega.errors import ProgramError, counted
 from distmega.program import expr
-from distmega.program.dtypes import is_integer
+from distmega.program.dtypes import ITEM_BYTES, is_integer
 from distmega.program.kinds import (
-    TEXT,
+    AttrRule,
     Coordinate,
     OpKind,
     StatedOp,
@@ -40,7 +40,7 @@ from distmega.program.ops.parts import (
     normal_dim,
     require_factors,
 )
-from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor
+from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor, grouped_index
 
 
 def communication_axis(op: Op) -> str:
@@ -218,11 +218,33 @@ def _formula(op: StatedOp) -> expr.Expr:
     return expr.parse(str(op.attr("expr")))
 
 
+def _is_formula(text: object) -> bool:
+    try:
+        return isinstance(text, str) and expr.num_args(expr.parse(text)) > 0
+    except ProgramError:
+        return False
+
+
+def _wrong_operands(op: Op) -> tuple[str, str] | None:
+    """Of a formula over more operands than there are, where groups start not being one."""
+    num = len(op.reads) - (grouped_index(op) is not None)
+    if (needed := expr.num_args(_formula(op))) > num:
+        return f"expr={op.attr('expr')!r} of {counted(num, 'operand')}"[:200], f"{needed}"
+    return None
+
+
+FORMULA = AttrRule(_is_formula, "an expression of a0, a1, ...")
+ONE_TYPE = AttrRule(
+    lambda value: isinstance(value, tuple) and len(value) == 1 and value[0] in ITEM_BYTES,
+    f"one of {', '.join(ITEM_BYTES)}, in brackets",
+)
+
 define(
     OpKind(
         name="linear",
         in_megakernel=True,
         combine="sum",
+        reads_whole=True,
         contracts=True,
         reads_apart=True,
         added_from=2,
@@ -236,7 +258,8 @@ define(
         name="pointwise",
         in_megakernel=True,
         is_elementwise=True,
-        attrs={"expr": TEXT},
+        attrs={"expr": FORMULA, "dtypes": ONE_TYPE.optional()},
+        misfit=_wrong_operands,
         zero_where=lambda op, holders, zero: expr.is_zero(_formula(op), frozenset(zero)),
         finite_where=lambda op, zero: expr.is_finite(_formula(op), frozenset(zero)),
         flops=lambda op, work: work.points * expr.num_flops(_formula(op)),

@@ -386,17 +386,27 @@ define(
     OpKind(
         name="top_k",
         in_megakernel=True,
+        reads_whole=True,
         picks_elements=True,
         attrs={"weights": one_of(*get_args(Weighing))},
         reference=_top_k_reference,
     )
 )
-define(OpKind(name="route", in_megakernel=True, counts_rows=True, reference=_route_reference))
+define(
+    OpKind(
+        name="route",
+        in_megakernel=True,
+        reads_whole=True,
+        counts_rows=True,
+        reference=_route_reference,
+    )
+)
 define(
     OpKind(
         name="gather_rows",
         in_megakernel=True,
         combine="sum",
+        reads_whole=True,
         masks_padding=True,
         grouped_flops=lambda op, points: 0,
         reference=_gather_rows_reference,
@@ -407,6 +417,7 @@ define(
         name="grouped_linear",
         in_megakernel=True,
         combine="sum",
+        reads_whole=True,
         contracts=True,
         host_reads="where groups start",
         reference=_grouped_linear_reference,
@@ -417,6 +428,7 @@ define(
         name="scatter_add",
         in_megakernel=True,
         combine="sum",
+        reads_whole=True,
         linear_read=0,
         reference=_scatter_add_reference,
     )

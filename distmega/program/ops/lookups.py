@@ -191,17 +191,27 @@ define(
         name="embedding",
         in_megakernel=True,
         combine="sum",
+        reads_whole=True,
         looks_up_rows=True,
         masks_padding=True,
         zero_where=zero_in(1),
         reference=_embedding_reference,
     )
 )
-define(OpKind(name="gather", in_megakernel=True, attrs={"dim": COUNT}, reference=_gather_reference))
+define(
+    OpKind(
+        name="gather",
+        in_megakernel=True,
+        reads_whole=True,
+        attrs={"dim": COUNT},
+        reference=_gather_reference,
+    )
+)
 define(
     OpKind(
         name="topk",
         in_megakernel=True,
+        reads_whole=True,
         picks_elements=True,
         flops=one_a_point,
         reference=_topk_reference,

@@ -125,6 +125,7 @@ define(
     OpKind(
         name="rms_norm",
         in_megakernel=True,
+        reads_whole=True,
         is_norm=True,
         scales_elements=True,
         attrs={"eps": POSITIVE_OR_ZERO},
@@ -140,6 +141,7 @@ define(
     OpKind(
         name="layer_norm",
         in_megakernel=True,
+        reads_whole=True,
         is_norm=True,
         scales_elements=True,
         attrs={"eps": POSITIVE_OR_ZERO},
@@ -152,6 +154,7 @@ define(
     OpKind(
         name="softmax",
         in_megakernel=True,
+        reads_whole=True,
         is_norm=True,
         flops=flops_a_result(4),
         reference=in_fp32(lambda x, row: x.softmax(-1)),
@@ -161,6 +164,7 @@ define(
     OpKind(
         name="cumsum",
         in_megakernel=True,
+        reads_whole=True,
         flops=flops_a_result(4),
         reference=in_fp32(lambda x, row: SCAN_VALUES["cumsum"](x)),
         torch_row_op="cumsum",
@@ -171,6 +175,7 @@ define(
     OpKind(
         name="cumprod",
         in_megakernel=True,
+        reads_whole=True,
         flops=flops_a_result(1),
         reference=in_fp32(lambda x, row: SCAN_VALUES["cumprod"](x)),
         torch_row_op="cumprod",

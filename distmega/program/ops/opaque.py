@@ -71,4 +71,6 @@ def _results(name: str, given: object) -> list[tuple[tuple[int, ...], str]]:
     ]
 
 
-define(OpKind(name="opaque", calls_torch=True, attrs={"target": TEXT, "call": TEXT}))
+define(
+    OpKind(name="opaque", calls_torch=True, reads_whole=True, attrs={"target": TEXT, "call": TEXT})
+)

@@ -236,6 +236,7 @@ define(
         name="argmax",
         in_megakernel=True,
         combine="argmax",
+        reads_whole=True,
         masks_padding=True,
         flops=one_a_point,
         reference=_argmax_reference,
@@ -245,6 +246,7 @@ define(
     OpKind(
         name="top",
         in_megakernel=True,
+        reads_whole=True,
         chooses_token=True,
         picks_elements=True,
         reference=_top_reference,
@@ -254,6 +256,7 @@ define(
     OpKind(
         name="cutoff",
         in_megakernel=True,
+        reads_whole=True,
         chooses_token=True,
         reference=lambda op, coordinate: cutoff_values,
     )
@@ -263,6 +266,7 @@ define(
         name="sample",
         in_megakernel=True,
         combine="argmax",
+        reads_whole=True,
         chooses_token=True,
         masks_padding=True,
         flops=one_a_point,

@@ -9,9 +9,11 @@ from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
-from tests.hostir.programs import RING, STREAMED, attention_block, local, mlp
+from tests.hostir.programs import RING, STREAMED, attention_block, chain, local, mlp
 
 KERNEL = print_host(run_passes(lower_program(local(mlp()), megakernel=True, peer_memory=True)))
+
+CHAIN = print_host(run_passes(lower_program(local(chain()), megakernel=False, peer_memory=False)))
 
 ATTENTION = print_host(
     run_passes(lower_program(local(attention_block(2)), megakernel=False, peer_memory=False))
@@ -42,7 +44,14 @@ MUTATIONS = [
     (STREAMED, "known_names", "temp x_i:", "temp y:", "share a name"),
     (KERNEL, "known_names", "launch mlp.0(", "launch mlp.9(", "kernel 'mlp.9'"),
     (STREAMED, "known_names", "stream 0\n", "v = view[m:6] y(m, m) ->\n", "a view of 1 as 0"),
+    (STREAMED, "known_names", "temp p_i: f32", "temp p_i: i128", "[2, 4] and dtype i128"),
+    (STREAMED, "known_names", "p_i: f32[2, 4]", "p_i: f32[2, 0]", "'p_i' of shape [2, 0]"),
+    (STREAMED, "known_names", "p_i(m, n)", "p_i(m, n) | base_axis='dp'", "mesh axis 'dp'"),
     (STREAMED, "fitting_operands", "x_i(m, k)", "x_i(m, q)", "'x_i' indexed by q"),
+    (STREAMED, "fitting_operands", "n:4", "n:3", "'p_i' reads a part of 'w' of [4, 4]"),
+    (CHAIN, "fitting_operands", "temp a: f64[8, 8]", "temp a: f64[8, 9]", "part of 'a' of [8, 9]"),
+    (STREAMED, "fitting_operands", "w(n, k)", "w(n, n)", "'w' by one axis twice"),
+    (CHAIN, "fitting_operands", "(a0 * 2.0)", "(a0 * a1)", "of 1 operand"),
     (STREAMED, "fitting_operands", "x_i(m, k)", "x_i(m, k-1)", "indexed beyond its ends"),
     (KERNEL, "fitting_operands", "launch mlp.0(x, ", "launch mlp.0(", "node 1"),
     (KERNEL, "fitting_operands", "w1, w2", "w1=w2, w2", "'w1'"),
