@@ -32,7 +32,6 @@ from distmega.kernels.pipelined.pointwise import pointwise
 from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.kernels.pipelined.tuning import known_choice, tuning
 
-SIZES_MB = [1, 4, 16, 64, 256, 1024, 4096]
 MB = 2**20
 FLUSH_BYTES = 512 * MB
 """Written before each timed call: more than the L2 holds, and time for the host to run ahead."""
