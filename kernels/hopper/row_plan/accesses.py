@@ -213,21 +213,22 @@ def _linear_writes(one: RowLinear, queues: RowQueues, sm: int) -> Iterator[Write
 
 
 def _embed_writes(one: RowEmbed, queues: RowQueues) -> Iterator[Write]:
-    """Each rank's columns of an input or of the id's row, or the whole row of the one rank that
-    has it, which may be the reader's own or any other.
+    """Each rank's columns of an input or of the id's row, none of a rank that has none; or the
+    whole row of the one rank that has it, which may be the reader's own or any other.
     """
     if not queues.ids:
         for rank in range(queues.num_ranks):
             part = input_columns(queues.entry_columns, rank, queues.num_ranks)
             first, behind = part.start // 2 + one.column - one.start, part.stop // 2
             if first < behind:
-                yield Write(words=range(one.dst + first, one.dst + behind), generation=0, rank=rank)
+                words = range(one.dst + first, one.dst + behind)
+                yield Write(words=words, generation=0, rank=rank, is_part=True)
         return
     if 2 * one.num_words < queues.entry_columns:
         for rank in range(queues.num_ranks):
             first = EMBEDDED + rank * one.num_words
             words = range(first + one.column, first + one.num_words)
-            yield Write(words=words, generation=0, rank=rank)
+            yield Write(words=words, generation=0, rank=rank, is_part=True)
         return
     for rank in range(queues.num_ranks):
         words = range(one.dst + one.column, one.dst + one.num_words)

@@ -102,7 +102,7 @@ class _Proof:
         self.lengths = np.array([PHASES * len(queue) for queue in queues.queues], dtype=np.int32)
         self.rounds = list(self.find_rounds())
         self.readers = self.find_readers()
-        self.generations = self.find_generations()
+        self.first_generation, self.last_generation = self.find_generations()
         self.flag = np.zeros(queues.num_words, dtype=np.int64)
         self.writer = np.zeros(queues.num_words, dtype=np.int64)
         """Snapshot and SM of who wrote a word last: snapshot * num_sms + SM."""
@@ -139,8 +139,16 @@ class _Proof:
             yield from rounds
 
     def find_readers(self) -> dict[int, _Readers]:
-        """Readers of a step by generation, their ranges cut so that none overlap."""
+        """Readers of a step by generation, their ranges cut so that none overlap. What an SM polls
+        when the next step begins it has read once it is past a phase of that.
+        """
         found: dict[int, list[tuple[int, int, int, int]]] = {}
+        for read in step_reads(self.queues):
+            found[read.generation] = [
+                (read.words.start, read.words.stop, sm, int(length) + 1)
+                for sm, length in enumerate(self.lengths)
+                if length
+            ]
         for tasks in self.rounds:
             for task in tasks:
                 for read in task.reads:
@@ -170,15 +178,17 @@ class _Proof:
                 found.needs.append(needs[start])
         return found
 
-    def find_generations(self) -> npt.NDArray[np.int64]:
-        """Of each word: how many generations it has in a step."""
-        found = np.zeros(self.queues.num_words, dtype=np.int64)
+    def find_generations(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of each word: the first generation that it has in a step, and the last."""
+        first = np.full(self.queues.num_words, self.queues.num_generations, dtype=np.int64)
+        last = np.zeros_like(first)
         for tasks in self.rounds:
             for task in tasks:
                 for write in task.writes:
                     words = slice(write.words.start, write.words.stop)
-                    found[words] = np.maximum(found[words], write.generation + 1)
-        return found
+                    first[words] = np.minimum(first[words], write.generation)
+                    last[words] = np.maximum(last[words], write.generation)
+        return first, last
 
     def run(self) -> str:
         for step in range(NUM_STEPS):
@@ -324,20 +334,23 @@ class _Proof:
                 late = np.argwhere(clocks[rows] < past)
                 if len(late):
                     row, sm = late[0]
-                    i = (int(need[sm]) - 1) // PHASES
-                    reader = self.queues.queues[sm][i].name
-                    task = tasks[rows[row]]
+                    task, reader = tasks[rows[row]], self.reader_of(int(sm), int(need[sm]))
                     return (
-                        f"{task.name!r} on SM {task.sm} overwrites word {word} before {reader!r} "
+                        f"{task.name!r} on SM {task.sm} overwrites word {word} before {reader} "
                         f"on SM {sm} has read it"
                     )
         return ""
 
+    def reader_of(self, sm: int, need: int) -> str:
+        """The instruction of an SM that reads in a phase, or the beginning of the next step."""
+        i, queue = (need - 1) // PHASES, self.queues.queues[sm]
+        return repr(queue[i].name) if i < len(queue) else "the next step"
+
     def needs_of(self, write: Write, step: int) -> Iterator[tuple[int, int, Clocks]]:
         """First word, step and needs of who reads the generation that a write ends."""
         generation = write.generation - 1
-        if generation < 0:
-            generation, step = int(self.generations[write.words.start]) - 1, step - 1
+        if generation < self.first_generation[write.words.start]:
+            generation, step = int(self.last_generation[write.words.start]), step - 1
         readers = self.readers.get(generation)
         if step < 0 or readers is None:
             return

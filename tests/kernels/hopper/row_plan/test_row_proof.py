@@ -18,8 +18,10 @@ from distmega.models.presets import PRESETS
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import replicate, shard
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
+from tests.kernels.hopper.emulator.emulating import Case, case_of
 from tests.kernels.hopper.row_plan.test_hopper_queues import queues_of
 from tests.kernels.hopper.row_plan.test_hopper_team import team_queues
 
@@ -115,6 +117,34 @@ def test_ranks_of_an_embedding_know_nothing_of_each_other_by_it():
     mine = team_queues("smollm2-135m", 2)[0]
     assert any(isinstance(one, RowEmbed) for queue in mine.queues for one in queue)
     assert find_hazard(mine) == ""
+
+
+def few_rows(tp: int) -> Case:
+    """Products of 32 rows and 160 logits, on at most 20 SMs."""
+    p = ProgramBuilder("few_rows")
+    table = p.weight("table", (160, 32), "bf16")
+    x = p.embedding(p.input("ids", (1,), "i64"), table)
+    marks = {"table": shard(0, "tp")}
+    for i in range(4):
+        x = p.linear(x, p.weight(f"w{i}", (32, 32), "bf16")).map("tanh(a0)")
+        marks[f"w{i}"] = replicate()
+    return case_of(p.build(p.argmax(p.linear(x, table))), tp, 20, marks)
+
+
+def test_an_id_is_read_by_all_before_the_next_is_chosen(monkeypatch):
+    """SMs that have logits alone could begin a step late, and nobody would know."""
+    (queues,) = few_rows(1).queues
+    assert queues.num_generations == 2
+    assert len(queues.queues) == 4
+    monkeypatch.setattr(builder, "_ways", lambda fused, placed, num_sms: [(num_sms, 2, False)])
+    with pytest.raises(UnsupportedError, match=r"overwrites word .* before the next step on SM"):
+        few_rows(1)
+
+
+def test_ranks_that_meet_in_the_choice_of_an_id_alone_are_refused():
+    """None knows whether others have read the last one."""
+    with pytest.raises(UnsupportedError, match=r"overwrites word .* before the next step on SM"):
+        few_rows(2)
 
 
 def test_words_that_there_are_none_of_and_ops_in_two_orders_are_found():

@@ -25,6 +25,7 @@ from tests.kernels.hopper.emulator.emulating import (
     expected,
     with_queues,
 )
+from tests.kernels.hopper.row_plan.test_row_proof import few_rows
 from tests.kernels.random_rows import random_rows, whole_numbers
 
 MOST_ERROR = 0.02
@@ -134,6 +135,14 @@ def test_steps_of_one_launch_give_what_launches_of_a_step_do(tp: int):
     _, state = case.program.outputs
     assert torch.equal(second[0].outputs[state], each[-1].outputs[state])
     assert first[-1].ids == first[0].ids
+
+
+def test_steps_of_one_launch_with_fewer_rows_than_logits():
+    case = few_rows(1)
+    values = random_values(case.program)
+    launch = [RowLaunch(num_steps=4, first=(7, 0))]
+    found = [emulate_rows([case.memory(0, values)], [launch], seed)[0][0].ids for seed in range(6)]
+    assert len({*found}) == 1
 
 
 def require_exact(seed: int, num_sms: int) -> bool:

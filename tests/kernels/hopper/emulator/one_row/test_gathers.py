@@ -127,6 +127,14 @@ def test_rows_of_some_ranks_tell_nothing_of_the_others():
     assert found["gates", 2] == found["gates", 4] == ["copy"]
 
 
+def test_an_input_of_fewer_units_than_ranks_tells_these_nothing():
+    """One of two ranks hands out all of it: the other one's launches are news to nobody."""
+    m = Maker("bf16", 1)
+    program = m.p.build(m.linear(m.input(8), "w", 8).map("tanh(a0)"))
+    with pytest.raises(UnsupportedError, match=r"overwrites word .* has read it"):
+        case_of(program, 2, 2, columns_of(program))
+
+
 def test_programs_that_are_planned_alone_gather_too():
     """Without marks the planner divides weights of the first and the last product by columns."""
     case = case_of(build("post norms"), 2, 6)
