@@ -6,6 +6,7 @@ of equal layers, are of one class. Next on the walk: linear.py.
 
 from collections.abc import Iterator, Sequence
 
+from distmega.kernels.hopper.plan.matrices import rows_of
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED
 from distmega.kernels.hopper.plan.types import Epilogue, Publishes, unfit
 from distmega.kernels.hopper.plan.words import MAX_EPILOGUES
@@ -82,13 +83,15 @@ def find_epilogues(draft: RowDraft) -> list[Epilogue]:
 
 
 def epilogue_of(draft: RowDraft, op: FusedContraction) -> Epilogue:
-    """What becomes of an op's products. UnsupportedError for more operands than epilogues take, and
-    for an id that is chosen from several products.
+    """What becomes of an op's products. UnsupportedError for more operands than epilogues take, for
+    an id that is chosen from several products, and for parts of sums that are no whole polls.
     """
     if len(op.operands) > MAX_CARRIED or (op.operands and len(op.streams) > 1):
         raise unfit(f"{op.name!r}, whose epilogue takes {op.operands}")
     if draft.is_ranked(op) and (len(op.streams) > 1 or op.num_ranks > 1):
         raise unfit(f"{op.name!r}, which an id is chosen from, of several products")
+    if op.num_ranks > 1 and rows_of(op, draft.placed) % POLLED_WORDS:
+        raise unfit(f"{op.name!r}, a sum over ranks of {rows_of(op, draft.placed)} elements")
     deferred = is_deferred(draft, op)
     return Epilogue(
         num_streams=len(op.streams),

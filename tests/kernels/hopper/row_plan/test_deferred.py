@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench.models import Model, gated_mlp
+from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import (
     CARRY_EMBEDDED,
@@ -168,6 +169,16 @@ def test_more_rows_than_polls_pay_for_are_added_up_by_owners(monkeypatch: pytest
     case = case_of(model.program, 2, num_sms=6, marks=model.marks)
     assert {*sums(case.queues[0]).values()} == {"by owners"}
     require_right(case, seeds=1)
+
+
+def test_a_sum_of_an_odd_number_of_rows_is_refused():
+    """An SM polls two rows of each rank's part at a time, and parts lie side by side."""
+    p = ProgramBuilder("odd")
+    up, down = p.weight("up", (256, 128), "bf16"), p.weight("down", (101, 256), "bf16")
+    program = p.build(p.linear(p.linear(p.input("x", (1, 128), "bf16"), up), down))
+    marks = {"up": shard(0, "tp"), "down": shard(1, "tp")}
+    with pytest.raises(UnsupportedError, match="a sum over ranks of 101 elements"):
+        case_of(program, 2, num_sms=6, marks=marks)
 
 
 def test_a_sum_that_others_take_too_is_added_up_by_owners():
