@@ -121,12 +121,12 @@ def sum_partials(
     GIVEN: gl.constexpr,
     RANKS: gl.constexpr,
 ):
-    """All rows of this SM: the ranks' products in rank order, then the formula, kept and published
-    here.
+    """All rows of this SM, two a thread: the ranks' products in rank order, then the formula, kept
+    and published here.
 
-    flag0: the flag of the embedded id, where the formula takes its row. FIRST_CARRIES: the formula
-    was applied to the parts. GIVEN: that row is an
+    flag0: the flag of the embedded id, where the formula takes its row. GIVEN: that row is an
     input, which every rank has; peers that hand out the next one must not wait for this read.
+    FIRST_CARRIES: the formula was applied to the parts.
     """
     num_rows = words[LIN_NUM_ROWS]
     row = words[LIN_ROW0] + 2 * gl.arange(0, THREADS, layout=PER_THREAD)

@@ -6,10 +6,10 @@ of equal layers, are of one class. Next on the walk: linear.py.
 
 from collections.abc import Iterator, Sequence
 
-from distmega.kernels.hopper.plan.matrices import rows_of
+from distmega.kernels.hopper.plan.matrices import num_units, rows_of
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED
 from distmega.kernels.hopper.plan.types import Epilogue, Publishes, unfit
-from distmega.kernels.hopper.plan.words import MAX_EPILOGUES
+from distmega.kernels.hopper.plan.words import MAX_EPILOGUES, MAX_SMS, UNIT_ROWS
 from distmega.kernels.hopper.row_plan.deferred import first_carries
 from distmega.kernels.hopper.row_plan.draft import POLLED_WORDS, RowDraft
 from distmega.kernels.tasks.fuse import (
@@ -20,6 +20,9 @@ from distmega.kernels.tasks.fuse import (
     FusedPointwise,
     FusedRouting,
 )
+
+MAX_SUMMED_ROWS = POLLED_WORDS * MAX_SMS
+"""Rows of a sum over ranks that an SM adds up, at most: a poll a thread."""
 
 
 def find_classes(draft: RowDraft) -> None:
@@ -84,15 +87,17 @@ def find_epilogues(draft: RowDraft) -> list[Epilogue]:
 
 def epilogue_of(draft: RowDraft, op: FusedContraction) -> Epilogue:
     """What becomes of an op's products. UnsupportedError for more operands than epilogues take, for
-    an id that is chosen from several products, and for parts of sums that are no whole polls.
+    an id that is chosen from several products, and for sums over ranks of which rows are no whole
+    polls, or an SM has more than it adds up.
     """
     if len(op.operands) > MAX_CARRIED or (op.operands and len(op.streams) > 1):
         raise unfit(f"{op.name!r}, whose epilogue takes {op.operands}")
     if draft.is_ranked(op) and (len(op.streams) > 1 or op.num_ranks > 1):
         raise unfit(f"{op.name!r}, which an id is chosen from, of several products")
-    if op.num_ranks > 1 and rows_of(op, draft.placed) % POLLED_WORDS:
-        raise unfit(f"{op.name!r}, a sum over ranks of {rows_of(op, draft.placed)} elements")
-    deferred = is_deferred(draft, op)
+    deferred, rows = is_deferred(draft, op), rows_of(op, draft.placed)
+    most = -(-num_units(rows) // draft.num_sms) * UNIT_ROWS
+    if op.num_ranks > 1 and (rows % POLLED_WORDS or (most > MAX_SUMMED_ROWS and not deferred)):
+        raise unfit(f"{op.name!r}, a sum over ranks of {rows} elements on {draft.num_sms} SMs")
     return Epilogue(
         num_streams=len(op.streams),
         formula=op.formula,

@@ -171,14 +171,20 @@ def test_more_rows_than_polls_pay_for_are_added_up_by_owners(monkeypatch: pytest
     require_right(case, seeds=1)
 
 
-def test_a_sum_of_an_odd_number_of_rows_is_refused():
-    """An SM polls two rows of each rank's part at a time, and parts lie side by side."""
-    p = ProgramBuilder("odd")
-    up, down = p.weight("up", (256, 128), "bf16"), p.weight("down", (101, 256), "bf16")
+def one_sum(rows: int, num_sms: int) -> Case:
+    """Of so many rows, which leaves."""
+    p = ProgramBuilder("one_sum")
+    up, down = p.weight("up", (256, 128), "bf16"), p.weight("down", (rows, 256), "bf16")
     program = p.build(p.linear(p.linear(p.input("x", (1, 128), "bf16"), up), down))
-    marks = {"up": shard(0, "tp"), "down": shard(1, "tp")}
-    with pytest.raises(UnsupportedError, match="a sum over ranks of 101 elements"):
-        case_of(program, 2, num_sms=6, marks=marks)
+    return case_of(program, 2, num_sms, {"up": shard(0, "tp"), "down": shard(1, "tp")})
+
+
+@pytest.mark.parametrize(("rows", "num_sms"), [(101, 6), (1032, 2)])
+def test_sums_that_an_sm_cannot_poll_are_refused(rows: int, num_sms: int):
+    """It polls two rows of each rank's part a thread, and parts lie side by side."""
+    with pytest.raises(UnsupportedError, match=f"over ranks of {rows} elements on {num_sms} SMs"):
+        one_sum(rows, num_sms)
+    require_right(one_sum(1024, 2), seeds=1)
 
 
 def test_a_sum_that_others_take_too_is_added_up_by_owners():
