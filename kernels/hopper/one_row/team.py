@@ -137,18 +137,16 @@ def sum_partials(
         own = kept + words[LIN_CARRY] + row
         low = gl.load(own, mask=carries, other=0.0)
         high = gl.load(own + 1, mask=carries, other=0.0)
-    if FIRST_CARRIES:
-        pass
-    elif GIVEN:
-        given = wanted & ((words[LIN_PACKED] & CARRY_EMBEDDED) != 0)
-        low += gl.load(embed + row, mask=given, other=0.0).to(gl.float32)
-        high += gl.load(embed + row + 1, mask=given, other=0.0).to(gl.float32)
-    elif (words[LIN_PACKED] & CARRY_EMBEDDED) != 0:
-        four = symmetric + (EMBEDDED + row // 4 * 2)
-        even, odd = spin2(symmetric, four, flag0, wanted, RANKS)
-        pair = gl.where(row % 4 == 0, even, odd)
-        low = low_half(pair)
-        high = high_half(pair)
+        if GIVEN:
+            given = wanted & ((words[LIN_PACKED] & CARRY_EMBEDDED) != 0)
+            low += gl.load(embed + row, mask=given, other=0.0).to(gl.float32)
+            high += gl.load(embed + row + 1, mask=given, other=0.0).to(gl.float32)
+        elif (words[LIN_PACKED] & CARRY_EMBEDDED) != 0:
+            four = symmetric + (EMBEDDED + row // 4 * 2)
+            even, odd = spin2(symmetric, four, flag0, wanted, RANKS)
+            pair = gl.where(row % 4 == 0, even, odd)
+            low = low_half(pair)
+            high = high_half(pair)
     if NUM_CARRIED == 2:
         second = kept + words[LIN_PAIR_ROW] + row
         low2 = gl.load(second, mask=wanted, other=0.0)
