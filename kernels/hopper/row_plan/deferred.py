@@ -22,13 +22,15 @@ FORMULAS = {0: (parse("a0"),), 1: (parse("a0 + a1"), parse("a1 + a0"))}
 
 
 def find_deferred(draft: RowDraft) -> Mapping[str, str]:
-    """By the name of a sum's result: the op that keeps its rows, "" where nobody carries it."""
-    found = {}
-    for op in draft.contractions():
+    """By the name of a sum's result: the op that keeps its rows, "" where nobody carries it. None
+    where they would be less than half of all sums: a kernel that adds up in both ways is larger.
+    """
+    found, sums = {}, [op for op in draft.contractions() if op.num_ranks > 1]
+    for op in sums:
         keeper = _keeper(draft, op) if _has_parts(draft, op) and _is_polled(draft, op) else None
         if keeper is not None:
             found[op.outs[0]] = keeper
-    return found
+    return found if 2 * len(found) >= len(sums) else {}
 
 
 def first_carries(draft: RowDraft, op: FusedContraction) -> bool:

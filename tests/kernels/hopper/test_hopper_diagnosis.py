@@ -121,7 +121,7 @@ def named(queues: RowQueues, name: str) -> tuple[int, RowLinear]:
 
 
 def test_the_rank_that_owes_readers_a_part_is_named():
-    mine = team_queues("smollm2-135m", 2)[0]
+    mine = team_queues("llama-3.2-1b", 2)[0]
     sm, task = named(mine, "layers.3.attn_sum")
     word = task.dst + task.num_rows // 2 + task.row0 // 2
     error = explain_hang(mine, Report(last=7, word=word, flag=4), limit_s=60.0, rank=0)

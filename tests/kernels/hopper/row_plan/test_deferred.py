@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 
+from bench.llama import llama_1b
 from bench.models import Model, gated_mlp
 from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.plan.types import RowQueues
@@ -102,6 +103,13 @@ def test_readers_add_up_all_sums_but_one_that_leaves():
     first, second = layers(3).queues
     assert [*sums(first).values()] == ["by readers", "by readers", "by owners"]
     assert sums(second) == sums(first)
+
+
+def test_one_sum_of_many_is_added_up_by_its_owner():
+    """Of 4 sums of rows that others normalise and keep, only the last one could be."""
+    model = llama_1b("postnorm", 2, 128, (8, 4, 32), 192, 200, 130, with_state=True)
+    case = case_of(model.program, 2, num_sms=6, marks=model.marks)
+    assert {*sums(case.queues[0]).values()} == {"by owners"}
 
 
 def test_the_first_rank_alone_carries():

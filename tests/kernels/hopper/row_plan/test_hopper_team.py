@@ -31,7 +31,13 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from tests.kernels.kinds import kind_of, of_kind
 from tests.kernels.short_models import short_model
 
-CASES = [("smollm2-135m", 2), ("llama-3.2-1b", 4), ("qwen3-8b", 2), ("llama-3-70b", 8)]
+CASES = [
+    ("smollm2-135m", 2),
+    ("llama-3.2-1b", 2),
+    ("llama-3.2-1b", 4),
+    ("qwen3-8b", 2),
+    ("llama-3-70b", 8),
+]
 TEAMS = [*CASES[:-1], pytest.param(("llama-3-70b whole", 8), marks=pytest.mark.nightly)]
 
 
