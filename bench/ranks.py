@@ -6,6 +6,7 @@ every rank; with one rank it is called here.
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -59,6 +60,8 @@ def _enter(
     )
     comm: Communicator = NcclCommunicator(DeviceMesh(tp=num_ranks), rank, TIMEOUT_S)
     function(comm, *args)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # else it keeps graphs of a compiled peer
     gc.collect()  # graphs of torch, too, end before their communicators
     comm.barrier()
     release_graphs()
