@@ -115,7 +115,7 @@ def has_deferred(epilogues):
 @constexpr_function
 def part_chunks(num_ranks):
     """Chunks of x of which all ranks' parts are polled and staged together."""
-    return 2 if num_ranks == 2 else 1
+    return max(1, STAGE_CHUNKS // num_ranks)
 
 
 @gluon.jit
@@ -184,6 +184,20 @@ def scale_pair(word, weight, ss):
 
 
 @gluon.jit
+def first_unit(num_rows, sm):
+    """The first unit that an SM keeps of a row of so many elements."""
+    units = (num_rows + UNIT_ROWS - 1) // UNIT_ROWS
+    return units * sm // gl.num_programs(0)
+
+
+@gluon.jit
+def one_of_four(even, odd, row):
+    """The element of a row's number in two pairs, which begin at a multiple of four."""
+    pair = gl.where(row % 4 < 2, even, odd)
+    return gl.where(row % 2 == 0, low_half(pair), high_half(pair))
+
+
+@gluon.jit
 def part_stride(words):
     """Bytes from one rank's part of x to the next one's."""
     return words[LIN_NUM_SRC_WORDS].to(gl.int64) * 8
@@ -211,10 +225,8 @@ def sum_parts(words, symmetric, kept, at, flag, first, sm, NUM: gl.constexpr, RA
     num_left = num_words - first
     parts = spin_parts(symmetric, at, part_stride(words), flag, num_left, NUM, RANKS)
     if (words[LIN_PACKED] & KEEP_X) != 0:
-        units = (2 * num_words + UNIT_ROWS - 1) // UNIT_ROWS
-        num_sms = gl.num_programs(0)
-        begin = units * sm // num_sms * (UNIT_ROWS // 2)
-        end = gl.minimum(units * (sm + 1) // num_sms * (UNIT_ROWS // 2), num_words)
+        begin = first_unit(2 * num_words, sm) * (UNIT_ROWS // 2)
+        end = gl.minimum(first_unit(2 * num_words, sm + 1) * (UNIT_ROWS // 2), num_words)
         for i in gl.static_range(2 * NUM):
             word = first + i // 2 * WORDS_A_CHUNK + i % 2
             mine = (word >= begin) & (word < end)
@@ -291,20 +303,9 @@ def stage_flagged(
         for chunk in range(0, num_chunks, STAGE_CHUNKS):
             to = staged_at + chunk * CHUNK_BYTES
             ss = stage_chunks(
-                words,
-                symmetric,
-                vectors,
-                kept,
-                flag,
-                to,
-                ss,
-                chunk,
-                sm,
-                STAGE_CHUNKS,
-                RANKS,
-                WIDE,
+                words, symmetric, vectors, kept, flag, to, ss, chunk, sm, STAGE_CHUNKS, RANKS, WIDE,
                 False,
-            )
+            )  # fmt: skip
     return ss
 
 
@@ -338,10 +339,8 @@ def keep_normed(words, vectors, kept, sm, mean, factor, HAS_BIAS: gl.constexpr):
     there is a mean to take off and a bias to add.
     """
     num_rows = 2 * words[LIN_NUM_SRC_WORDS]
-    units = (num_rows + UNIT_ROWS - 1) // UNIT_ROWS
-    num_sms = gl.num_programs(0)
-    row = units * sm // num_sms * UNIT_ROWS + gl.arange(0, THREADS, layout=PER_THREAD)
-    wanted = row < gl.minimum(units * (sm + 1) // num_sms * UNIT_ROWS, num_rows)
+    row = first_unit(num_rows, sm) * UNIT_ROWS + gl.arange(0, THREADS, layout=PER_THREAD)
+    wanted = row < gl.minimum(first_unit(num_rows, sm + 1) * UNIT_ROWS, num_rows)
     weights = vectors + words[LIN_NORM] + row
     own = kept + words[LIN_CARRY] + row
     y = (gl.load(own, mask=wanted, other=0.0) - mean) * factor
@@ -455,8 +454,7 @@ def carried(
         else:
             four = symmetric + (EMBEDDED + row // 4 * 2)
             even, odd = spin2(symmetric, four, flag0, wanted, RANKS)
-            pair = gl.where(row % 4 < 2, even, odd)
-            value = gl.where(row % 2 == 0, low_half(pair), high_half(pair))
+            value = one_of_four(even, odd, row)
     elif RANKS == 1 and (words[LIN_PACKED] & CARRY_EMBEDDED) != 0:
         at = embed + row_id.to(gl.int64) * words[LIN_NUM_ROWS] + row
         value = gl.load(at, mask=wanted, other=0.0).to(gl.float32)

@@ -17,6 +17,7 @@ from distmega.kernels.hopper.one_row.bodies.linear import (
     add_halves,
     flag_delta,
     next_vector,
+    one_of_four,
     pairs_at,
     part_chunks,
     part_stride,
@@ -72,7 +73,7 @@ def form_of(formulas, number):
 
 
 @constexpr_function
-def parts_of(form):
+def elements_a_word(form):
     """Elements of x in a flagged word."""
     return 1 if form == "numbers" else 2
 
@@ -143,14 +144,14 @@ def add_up(
     """Over the whole row: its sum, or of what is left without `off` the squares or exponentials, or
     its greatest element. KIND: "sum", "squares", "exponentials", "most".
     """
-    PARTS: gl.constexpr = parts_of(FORM)
+    NUM: gl.constexpr = elements_a_word(FORM)
     num_words = words[LIN_NUM_SRC_WORDS]
     own = 2 * gl.arange(0, THREADS, layout=PER_THREAD)
     total = gl.full([THREADS], float("-inf") if KIND == "most" else 0.0, gl.float32, PER_THREAD)
     for first in range(0, keep(num_words), STAGE_CHUNKS * WORDS_A_CHUNK):
         values = some_of_row(words, symmetric, row, flag, keep(first), FORM, RANKS)
-        for i in gl.static_range(2 * STAGE_CHUNKS * PARTS):
-            inside = first + own + i // (2 * PARTS) * WORDS_A_CHUNK < num_words
+        for i in gl.static_range(2 * STAGE_CHUNKS * NUM):
+            inside = first + own + i // (2 * NUM) * WORDS_A_CHUNK < num_words
             x = values[i]
             if KIND == "most":
                 total = gl.maximum(total, gl.where(inside, x, float("-inf")))
@@ -208,8 +209,7 @@ def own_rows(words, symmetric, given, flag, row, wanted, FORM: gl.constexpr, RAN
         else:
             at = symmetric + (words[SRC] + row // 4 * 2)
             even, odd = spin2(symmetric, at, flag, wanted, RANKS)
-        pair = gl.where(row % 4 < 2, even, odd)
-        x = gl.where(row % 2 == 0, low_half(pair), high_half(pair))
+        x = one_of_four(even, odd, row)
     return x
 
 
