@@ -198,6 +198,12 @@ def share(rows: int, step: int, sm: int, num_sms: int) -> tuple[int, int]:
     return parts * sm // num_sms * step, parts * (sm + 1) // num_sms * step
 
 
+def sms_with_rows(rows: int, step: int, num_sms: int) -> set[int]:
+    """SMs that share gives units to."""
+    shares = (share(rows, step, sm, num_sms) for sm in range(num_sms))
+    return {sm for sm, (first, last) in enumerate(shares) if first < last}
+
+
 def input_columns(entry_columns: int, team_rank: int, num_ranks: int) -> range:
     """Of an input's row of `entry_columns` elements: those that a rank hands out to all, whole
     units.

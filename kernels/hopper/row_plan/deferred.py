@@ -1,28 +1,28 @@
 """Sums over ranks that no SM adds up before readers do: each polls the parts of all ranks.
 
 In: a draft of which the segment is known. Out: the names of such sums, and which op keeps each. An
-owner that adds up rows and publishes them costs one more way from an SM to all others. Readers of
-parts save it, and poll as many words more as there are other ranks. The first rank's part has what
-is carried besides the product. So that nothing is rounded twice, its SMs keep their rows of that
-part in f32, and add the other ranks' when they read all parts. Used by queues.py; next on the walk:
+owner that adds up rows and publishes them costs one more hop between SMs. Readers of parts save it,
+and poll as many words more as there are other ranks. The first rank's part has what is carried
+besides the product. So that nothing is rounded twice, its SMs keep their rows of that part in f32,
+and add the other ranks' when they read all parts. Used by queues.py; next on the walk:
 epilogues.py.
 """
 
 from collections.abc import Mapping
 
-from distmega.kernels.hopper.plan.matrices import rows_of, share
+from distmega.kernels.hopper.plan.matrices import rows_of, sms_with_rows
 from distmega.kernels.hopper.row_plan.draft import POLLED_WORDS, RowDraft
 from distmega.kernels.tasks.fuse import Fused, FusedContraction, FusedPointwise, taken_by
 from distmega.program.expr import parse
 
 MAX_PART_ROWS = 4096
-"""Rows of the parts of all ranks together, at most: of 8192 polls cost what an owner's way does."""
+"""Rows of the parts of all ranks together, at most: with 8192 polls cost as much as the hop."""
 FORMULAS = {0: (parse("a0"),), 1: (parse("a0 + a1"), parse("a1 + a0"))}
-"""Of a sum and of what is carried, by the number of the latter: parts of them add up."""
+"""Those that ranks' parts can be added up of, by the number of what is carried."""
 
 
 def find_deferred(draft: RowDraft) -> Mapping[str, str]:
-    """By the name of a sum's result: the op that keeps its rows, "" where nobody carries it. None
+    """By the name of a sum's result: the op that keeps its rows, "" where nobody carries it. Empty
     where they would be less than half of all sums: a kernel that adds up in both ways is larger.
     """
     found, sums = {}, [op for op in draft.contractions() if op.num_ranks > 1]
@@ -33,9 +33,14 @@ def find_deferred(draft: RowDraft) -> Mapping[str, str]:
     return found if 2 * len(found) >= len(sums) else {}
 
 
+def is_deferred(draft: RowDraft, op: FusedContraction) -> bool:
+    """Whether an op's result is a sum over ranks that readers add up."""
+    return op.outs[0] in draft.deferred
+
+
 def first_carries(draft: RowDraft, op: FusedContraction) -> bool:
     """Whether what is carried besides a product is in the first rank's part of the sum."""
-    return op.outs[0] in draft.deferred or any(name in draft.deferred for name in op.operands)
+    return is_deferred(draft, op) or any(name in draft.deferred for name in op.operands)
 
 
 def _adds_up(op: FusedContraction) -> bool:
@@ -93,17 +98,10 @@ def _keeper(draft: RowDraft, op: FusedContraction) -> str | None:
     last = next(carried_by, None)
     if last is None:
         return ""
-    owners = _sms_of(draft, op)
+    owners = sms_with_rows(rows_of(op, draft.placed), 1, draft.num_sms)
     for one in after[:last]:
         if not isinstance(one, FusedContraction) or one.operands or not _reads_row(one, name):
             continue
-        if owners <= _sms_of(draft, one):
+        if owners <= sms_with_rows(rows_of(one, draft.placed), len(one.streams), draft.num_sms):
             return one.name
     return None
-
-
-def _sms_of(draft: RowDraft, op: FusedContraction) -> set[int]:
-    """SMs that have rows of an op."""
-    rows, num_sms = rows_of(op, draft.placed), draft.num_sms
-    shares = (share(rows, len(op.streams), sm, num_sms) for sm in range(num_sms))
-    return {sm for sm, (first, last) in enumerate(shares) if first < last}

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from distmega.kernels.hopper.plan.experts import expert_shape, last_matrices
-from distmega.kernels.hopper.plan.matrices import Weights, rows_of, share, tiles_k
+from distmega.kernels.hopper.plan.matrices import Weights, num_units, rows_of, share, tiles_k
 from distmega.kernels.hopper.plan.segment import find_agreement
 from distmega.kernels.hopper.plan.types import (
     HEAD_DIMS,
@@ -24,7 +24,7 @@ from distmega.kernels.hopper.plan.types import (
     WeightMatrix,
     unfit,
 )
-from distmega.kernels.hopper.plan.words import NOTHING, Instruction
+from distmega.kernels.hopper.plan.words import NOTHING, UNIT_ROWS, Instruction
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.report import REPORT_WORDS
 from distmega.kernels.tasks.fuse import (
@@ -146,6 +146,10 @@ class RowDraft:
     def entry_columns(self) -> int:
         """Elements of the row that comes in."""
         return self.elements(self.entry)
+
+    def most_rows(self, rows: int) -> int:
+        """Of so many rows, those of the SM that has the most."""
+        return -(-num_units(rows) // self.num_sms) * UNIT_ROWS
 
     def generations(self) -> dict[str, int]:
         """Of each class of buffers: how many each of its copies has in a step."""

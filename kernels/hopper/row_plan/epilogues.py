@@ -6,11 +6,11 @@ of equal layers, are of one class. Next on the walk: linear.py.
 
 from collections.abc import Iterator, Sequence
 
-from distmega.kernels.hopper.plan.matrices import num_units, rows_of
+from distmega.kernels.hopper.plan.matrices import rows_of
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED
 from distmega.kernels.hopper.plan.types import Epilogue, Publishes, unfit
-from distmega.kernels.hopper.plan.words import MAX_EPILOGUES, MAX_SMS, UNIT_ROWS
-from distmega.kernels.hopper.row_plan.deferred import first_carries
+from distmega.kernels.hopper.plan.words import MAX_EPILOGUES, MAX_SMS
+from distmega.kernels.hopper.row_plan.deferred import first_carries, is_deferred
 from distmega.kernels.hopper.row_plan.draft import POLLED_WORDS, RowDraft
 from distmega.kernels.tasks.fuse import (
     Fused,
@@ -95,8 +95,8 @@ def epilogue_of(draft: RowDraft, op: FusedContraction) -> Epilogue:
     if draft.is_ranked(op) and (len(op.streams) > 1 or op.num_ranks > 1):
         raise unfit(f"{op.name!r}, which an id is chosen from, of several products")
     deferred, rows = is_deferred(draft, op), rows_of(op, draft.placed)
-    most = -(-num_units(rows) // draft.num_sms) * UNIT_ROWS
-    if op.num_ranks > 1 and (rows % POLLED_WORDS or (most > MAX_SUMMED_ROWS and not deferred)):
+    is_long = draft.most_rows(rows) > MAX_SUMMED_ROWS and not deferred
+    if op.num_ranks > 1 and (rows % POLLED_WORDS or is_long):
         raise unfit(f"{op.name!r}, a sum over ranks of {rows} elements on {draft.num_sms} SMs")
     return Epilogue(
         num_streams=len(op.streams),
@@ -110,11 +110,6 @@ def epilogue_of(draft: RowDraft, op: FusedContraction) -> Epilogue:
         deferred=deferred,
         first_carries=first_carries(draft, op),
     )
-
-
-def is_deferred(draft: RowDraft, op: FusedContraction) -> bool:
-    """Whether its result is a sum over ranks that readers add up."""
-    return op.outs[0] in draft.deferred
 
 
 def is_gathered(draft: RowDraft, op: FusedContraction) -> bool:

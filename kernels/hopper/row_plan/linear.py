@@ -5,7 +5,7 @@ Next on the walk: ../one_row/bodies/linear.py.
 
 from functools import partial
 
-from distmega.kernels.hopper.plan.matrices import num_units, rows_of, share, tiles_k
+from distmega.kernels.hopper.plan.matrices import num_units, rows_of, share, sms_with_rows, tiles_k
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED
 from distmega.kernels.hopper.plan.types import Epilogue, unfit
 from distmega.kernels.hopper.plan.words import (
@@ -185,12 +185,9 @@ def normalised(draft: RowDraft, op: FusedContraction, nth: int) -> int:
     units, mine = num_units(x.rows), rows_of(op, draft.placed)
     if x.kept == NOTHING or x.streams != 1 or op.operands or draft.is_taken(op.x, nth):
         raise unfit(f"{op.name!r}, which normalises {op.x!r} and others take that")
-    if units > MAX_NORMED_UNITS * draft.num_sms or any(
-        share(x.rows, 1, sm, draft.num_sms)[0] < share(x.rows, 1, sm, draft.num_sms)[1]
-        and share(mine, len(op.streams), sm, draft.num_sms)[0]
-        == share(mine, len(op.streams), sm, draft.num_sms)[1]
-        for sm in range(draft.num_sms)
-    ):
+    owners = sms_with_rows(x.rows, 1, draft.num_sms)
+    has_part = owners <= sms_with_rows(mine, len(op.streams), draft.num_sms)
+    if units > MAX_NORMED_UNITS * draft.num_sms or not has_part:
         raise unfit(f"{op.name!r}, of which SMs that keep rows of {op.x!r} have none")
     draft.made[op.normed] = Made(0, 0, x.rows, x.streams, x.kept)
     return x.kept

@@ -3,7 +3,7 @@
 Next on the walk: ../one_row/bodies/pointwise.py.
 """
 
-from distmega.kernels.hopper.plan.matrices import num_units, share
+from distmega.kernels.hopper.plan.matrices import share
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED, split_operands
 from distmega.kernels.hopper.plan.types import RowFormula, unfit
 from distmega.kernels.hopper.plan.words import (
@@ -104,7 +104,7 @@ def add_copies(draft: RowDraft, name: str, made: Made, norm: str) -> None:
     )
     if formula not in draft.formulas:
         draft.formulas.append(formula)
-    if -(-num_units(made.rows) // draft.num_sms) * UNIT_ROWS > MAX_ROWS:
+    if draft.most_rows(made.rows) > MAX_ROWS:
         raise unfit(f"{name!r} of {made.rows} elements")
     for sm, queue in enumerate(draft.queues):
         first, last = share(made.rows, 1, sm, draft.num_sms)
@@ -139,8 +139,7 @@ def formula_number(draft: RowDraft, op: FusedPointwise) -> int:
     carried, table = split_operands(op, draft.tables, draft.elements)
     if op.norm and op.length != rows:
         raise unfit(f"{op.name!r}, which normalises {op.length} of {rows} elements together")
-    most = -(-num_units(rows) // draft.num_sms) * UNIT_ROWS
-    if rows % POLLED_WORDS or most > MAX_ROWS:
+    if rows % POLLED_WORDS or draft.most_rows(rows) > MAX_ROWS:
         raise unfit(f"{op.name!r} of {rows} elements")
     form = draft.forms.get(op.x, "pairs")
     publishes = published_form(draft, op.name, (op.out,))
