@@ -187,8 +187,8 @@ class Epilogue:
     ranks first. ranked: an id is chosen from the results. weighted: rows are those of chosen
     experts, and what an expert weighs is the formula's last argument. gathered: every rank gets
     what is published, each rank's part behind that of the rank before. deferred: these are parts
-    of a sum, which readers add up. first_carries: what is carried is in the first rank's part of
-    the sum, which then is one of parts alone.
+    of a sum, which readers add up. first_carries: the first rank applies the formula to its part,
+    others to theirs and zeros, so that nothing is carried where parts are added up.
     """
 
     num_streams: int
@@ -216,9 +216,9 @@ class RowFormula:
 
     norm: "rms_norm", "layer_norm" or "softmax"; "copy" where x is taken as it is, "heard"
     where all of it is waited for then; "" where no x is.
-    numbers: whether x is published as f32, else in pairs of bf16; parts: whether as many parts of
-    it are as there are ranks, to be added up. publishes, num_carried: as of an
-    Epilogue; has_table: whether the last argument is the row of a table.
+    numbers: whether x is published as f32, else in pairs of bf16; parts: whether each rank has
+    published a part of it, and these are to be added up. publishes, num_carried: as of an Epilogue;
+    has_table: whether the last argument is the row of a table.
     """
 
     norm: str
