@@ -128,7 +128,8 @@ class Evaluator:
                 remedy="compile each of host.segments, or lower with megakernel=False",
             )
         self._given = [buffer for buffer in host.buffers if buffer.role != "temp"]
-        self._shown = [name for name in host.outputs if name in view_sources(host.body)]
+        views = view_sources(host.body)
+        self._shown = [name for name in host.outputs if name in views]
         """Outputs that are views, which may be turned: of what their storage holds at the end."""
         self.matmuls = matmuls or SequentialMatmuls(comm)
         self.matmuls.open_symmetric_buffers(host.symmetric_buffers)
