@@ -118,9 +118,9 @@ def require_one_of(
         )
 
 
-def require_texts(name: str, values: object, *, error: type[DistmegaError] = RequestError) -> None:
+def require_texts(name: str, values: object) -> None:
     """Refuses what is no tuple or list of texts."""
     texts = values if isinstance(values, tuple | list) else [None]
     if not all(isinstance(text, str) for text in texts):
         found = f"{argument(name)} {shown(values)}"
-        raise error(found, expected="texts in a tuple", remedy='give ("text",)')
+        raise RequestError(found, expected="texts in a tuple", remedy='give ("text",)')

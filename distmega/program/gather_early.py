@@ -180,7 +180,7 @@ class _Move:
         mixes = kind.mixes_values or kind.counts_rows or kind.calls_torch or grouped_index(op)
         if kind.origin != "user" or mixes or _gather_of(op, self.tensors):
             return ""
-        axis = next((self.axis_read(op, write) for write in op.writes if self.is_read(write)), "")
+        axis = next((self.axis_read(write) for write in op.writes if self.is_read(write)), "")
         does_rows = axis and op.axis(axis).role == "parallel"
         does_rows = does_rows and all(self.writes_rows(op, write, axis) for write in op.writes)
         return axis if does_rows and self.reads_rows(op, axis) else ""
@@ -188,7 +188,7 @@ class _Move:
     def is_read(self, write: Access) -> bool:
         return write.tensor in self.demands
 
-    def axis_read(self, op: Op, write: Access) -> str:
+    def axis_read(self, write: Access) -> str:
         """The axis along which nobody reads other rows of a result."""
         demands = self.demands[write.tensor]
         dim = next(iter(demands)) if len(demands) == 1 else None

@@ -271,15 +271,15 @@ def _in_axes_of(first: Op, read: Access, then: Op) -> Op | None:
     dim and in the order of its own results; None if it doesn't.
     """
     extents = then.extents
-    outs = [_whole_axes(access, first) for access in first.writes]
-    there = _whole_axes(read, then)
+    outs = [_whole_axes(access) for access in first.writes]
+    there = _whole_axes(read)
     if there is None or any(names != outs[0] for names in outs) or outs[0] is None:
         return None
     names = dict(zip(outs[0], there, strict=True))
     same = all(first.axis(mine).extent == extents[other] for mine, other in names.items())
     if not same or len(names) != len(first.axes):
         return None
-    if kind_of(then).is_elementwise and any(_whole_axes(a, then) != there for a in then.writes):
+    if kind_of(then).is_elementwise and any(_whole_axes(a) != there for a in then.writes):
         return None
 
     def renamed(access: Access) -> Access:
@@ -293,7 +293,7 @@ def _in_axes_of(first: Op, read: Access, then: Op) -> Op | None:
     )
 
 
-def _whole_axes(access: Access, op: Op) -> tuple[str, ...] | None:
+def _whole_axes(access: Access) -> tuple[str, ...] | None:
     """The axes of an access that has one axis a dim."""
     if any(index != Index(axes=index.axes) or len(index.axes) != 1 for index in access.dims):
         return None

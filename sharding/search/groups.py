@@ -14,12 +14,9 @@ from distmega.program.types import Op, Tensor, accesses, grouped_index
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLoad:
-    """Of the groups along `axis`, how many have rows, and how many rows (along `rows_axis`) these
-    have together.
-    """
+    """Of the groups along `axis`, how many have rows, and how many rows these have together."""
 
     axis: str
-    rows_axis: str
     num_groups: float
     num_rows: float
 
@@ -48,7 +45,6 @@ def group_load(op: Op, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) 
     num_ranks = round(1 / part)
     return GroupLoad(
         axis=axis,
-        rows_axis=rows_axis,
         num_groups=min(here, _most_of(num_ranks, here, hit)),
         num_rows=min(total, _most_of(num_ranks, total, part)),
     )

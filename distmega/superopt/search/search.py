@@ -75,7 +75,6 @@ class Candidate:
 
     graph: UGraph
     time_us: float
-    structure: str
 
 
 @dataclass(slots=True)
@@ -130,7 +129,7 @@ class Search:
         if apart:
             fewest = min(apart, key=lambda item: (len(item[2].recipe.steps), *item[:2]))
             found = [*found[: self.limits.num_kept - 1], fewest]
-        return [Candidate(self._graph(item), time, structure) for time, structure, item in found]
+        return [Candidate(self._graph(item), time) for time, _, item in found]
 
     def _apart(self, found: Sequence["_Ranked"]) -> list["_Ranked"]:
         """Candidates in one kernel more, if all of these have as many."""

@@ -207,13 +207,11 @@ class FlaggedWords:
 class PlainData:
     """Numbers without flags, in units that are written and read together: [units, elements]."""
 
-    def __init__(self, name: str, rank: int, values: npt.NDArray[np.generic], num: int) -> None:
-        """num: of agents."""
+    def __init__(self, name: str, rank: int, values: npt.NDArray[np.generic]) -> None:
         self.name, self.rank, self.values = name, rank, values
         self.writer = np.full(len(values), NOBODY, dtype=np.int64)
         self.tick = np.zeros(len(values), dtype=np.int32)
         self.readers: dict[int, Clock] = {}
-        self.num_agents = num
 
     def read(self, agent: Agent, at: Indices, *, remember: bool = True) -> npt.NDArray[np.generic]:
         """Values of units, which must be visible. remember: whether they must not be written again

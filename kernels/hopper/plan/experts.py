@@ -90,7 +90,7 @@ def find_wrong_slot(queues: RowQueues) -> str:
             elif isinstance(one, RowLinear) and one.flags & (EXPERT_ROWS | EXPERT_COLUMNS):
                 if shape is None or routing is None:
                     return f"{one.name!r} on SM {sm} takes tiles of experts that nobody chose"
-                if _last_row(one, shape, queues) > _num_rows(one, queues):
+                if _last_row(one, shape) > _num_rows(one, queues):
                     return f"{one.name!r} on SM {sm} takes tiles behind those of all experts"
                 is_used = is_used or one.num_units > 0
         if not is_used:
@@ -103,7 +103,7 @@ def _num_rows(one: RowLinear, queues: RowQueues) -> int:
     return matrix.num_rows if matrix else 0
 
 
-def _last_row(one: RowLinear, shape: ExpertShape, queues: RowQueues) -> int:
+def _last_row(one: RowLinear, shape: ExpertShape) -> int:
     """Behind the last row that counts of the tiles of any expert."""
     last = shape.num_experts - 1
     if one.flags & EXPERT_COLUMNS:

@@ -135,7 +135,7 @@ def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> Ba
     elements = elements_of(one.weights_arena)
 
     def data(name: str, size: int, value: float) -> PlainData:
-        return PlainData(name, rank, np.full(max(size, 1), value, dtype=np.float32), num)
+        return PlainData(name, rank, np.full(max(size, 1), value, dtype=np.float32))
 
     rows, shapes = queues.rows, queues.row_attention
     num_partials = len(queues.queues) * most_partial_words(0, shapes)
@@ -153,8 +153,8 @@ def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> Ba
         embed=views[queues.embed].float().numpy() if queues.ids else none,
         rope=views[queues.rope_table].float().numpy() if queues.rope_table else none,
         words=FlaggedWords(order, rank, agents.computes[rank], queues.first_list),
-        state=PlainData("the state's word", rank, np.zeros(STATE_WORDS, np.int64), num),
-        cache=PlainData("cached element", rank, numbers_of(one.state_arena).copy(), num),
+        state=PlainData("the state's word", rank, np.zeros(STATE_WORDS, np.int64)),
+        cache=PlainData("cached element", rank, numbers_of(one.state_arena).copy()),
         host=agents.hosts[rank],
         events=[Event(order, rank, number, num) for number in range(len(queues.queues[0]))],
         acts=data("activation", queues.num_chunks * TILE_K * rows, 0.0),
@@ -165,7 +165,7 @@ def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> Ba
         parts=data("part", queues.num_parts, np.nan),
         partials=data("partial", num_partials, np.nan),
         arrivals=[Arrivals(order, rank, number, num) for number in range(num_tasks)],
-        best_rows=PlainData("best row", rank, best_rows, num),
+        best_rows=PlainData("best row", rank, best_rows),
     )
 
 

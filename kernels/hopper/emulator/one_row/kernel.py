@@ -122,7 +122,7 @@ class _Team:
         ]
 
     def gpu(self, rank: int, one: RankArenas) -> RowGpu:
-        queues, num_agents = one.queues, self.agents.num
+        queues = one.queues
         pack_queues(queues.queues, pack)  # what the device reads holds all of it
         views = arena_views(one.weights, one.weights_arena)
         none: Floats = np.zeros((1, 1), dtype=np.float32)
@@ -142,8 +142,8 @@ class _Team:
             rope=views[queues.rope_table].float().numpy() if queues.rope_table else none,
             words=FlaggedWords(self.order, rank, self.agents.computes[rank], queues.num_words),
             kept=KeptNumbers(rank, queues.num_kept),
-            state=PlainData("the state's word", rank, np.zeros(STATE_WORDS, np.int64), num_agents),
-            cache=PlainData("cache row", rank, rows, num_agents),
+            state=PlainData("the state's word", rank, np.zeros(STATE_WORDS, np.int64)),
+            cache=PlainData("cache row", rank, rows),
             host=self.agents.hosts[rank],
         )
 
