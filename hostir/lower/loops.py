@@ -25,8 +25,8 @@ from distmega.hostir.ir.nodes import (
     WaitEvent,
 )
 from distmega.hostir.lower.chunks import ChunkBody, GatherRing, chunk_bodies
+from distmega.hostir.lower.host_streams import FORK, MAIN, StreamOrder, Touched
 from distmega.hostir.lower.scope import Scope
-from distmega.hostir.passes.host_streams import FORK, MAIN, StreamOrder, Touched
 from distmega.program.ops.data_movement import copy
 from distmega.program.types import Op, Tensor
 from distmega.sharding.streams.host_loops import HostLoop

@@ -27,12 +27,12 @@ from distmega.hostir.ir.nodes import (
 )
 from distmega.hostir.ir.uses import named_buffers
 from distmega.hostir.lower.chunks import verify_homes
+from distmega.hostir.lower.host_streams import Touched
 from distmega.hostir.lower.loops import Around, LoopLowering, touched
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, needed_symmetric_buffers
 from distmega.hostir.lower.scope import Scope
 from distmega.hostir.lower.segments import Run, kernel_runs, make_segment
 from distmega.hostir.passes.fuse import fuse_ops
-from distmega.hostir.passes.host_streams import Touched
 from distmega.hostir.passes.join_formulas import join_formulas
 from distmega.hostir.passes.join_rows import join_rows
 from distmega.hostir.passes.mix_columns import mix_columns

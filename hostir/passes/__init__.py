@@ -4,6 +4,5 @@ passes.py has the list of those that every program goes through, and the runner 
 each: start there. kernel_order.py and borrow.py are of that list. fuse.py and then the passes of
 JOINS (../lower/lower.py), a file each by joining.py, make library ops into fewer before that, and
 split_sums.py cuts what is left of products for the ops behind them; fused_kinds.py has what they
-make. host_streams.py places loops on streams while they are lowered,
-resize.py gives a finished program other extents.
+make. resize.py gives a finished program other extents.
 """

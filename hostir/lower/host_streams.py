@@ -3,7 +3,7 @@
 Comes in: what each piece of work touches, in order. Goes out: joins, records and waits, only where
 work on one side touches what the other side wrote, or writes what it touched. A loop stays open
 until something needs it, so that loops which have nothing in common run side by side. Used by
-lower/loops.py.
+loops.py.
 """
 
 from collections.abc import Iterator, Sequence, Set
