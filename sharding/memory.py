@@ -1,9 +1,9 @@
 """The memory one rank needs, from a schedule and its host loops: what the host program will hold.
 
 Comes in: a RankSchedule, final allocations, host loops. Goes out: a Memory. It follows the order in
-which hostir/lower/lower.py allocates and hostir/passes/passes.py frees, chunk by chunk in loops: a
-collective holds its operands until something needs its result, and the first and last chunk may
-need other bytes than those between. Used by planner.py.
+which hostir/lower/lower.py allocates and hostir/passes/deallocations.py frees, chunk by chunk in
+loops: a collective holds its operands until something needs its result, and the first and last
+chunk may need other bytes than those between. Used by planner.py.
 """
 
 import math

@@ -14,7 +14,8 @@ from distmega.hostir.ir.nodes import (
 from distmega.hostir.ir.text import parse_host, print_node
 from distmega.hostir.ir.uses import node_reads, node_writes
 from distmega.hostir.lower.lower import lower_program
-from distmega.hostir.passes.passes import coalesce_send_recv, run_passes
+from distmega.hostir.passes.coalesce import coalesce_send_recv
+from distmega.hostir.passes.passes import run_passes
 from distmega.program.builder import ProgramBuilder
 from tests.hostir.programs import (
     RING,

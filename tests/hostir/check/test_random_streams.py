@@ -11,7 +11,8 @@ from distmega.errors import CheckError, VerifyError
 from distmega.hostir.check.check import check_host
 from distmega.hostir.ir.nodes import Allocate, Collective, LibraryOp, walk_nodes
 from distmega.hostir.lower.lower import lower_program
-from distmega.hostir.passes.passes import peak_memory, run_passes
+from distmega.hostir.passes.deallocations import peak_memory
+from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.machines import H200
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, shard, stream

@@ -7,7 +7,7 @@ import pytest
 
 from distmega.errors import CheckError
 from distmega.hostir.check.check import check_host
-from distmega.hostir.passes.passes import peak_memory
+from distmega.hostir.passes.deallocations import peak_memory
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, replicate, shard, stream

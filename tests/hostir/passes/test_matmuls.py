@@ -17,7 +17,8 @@ from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
-from distmega.hostir.passes.passes import peak_memory, run_passes
+from distmega.hostir.passes.deallocations import peak_memory
+from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program

@@ -11,15 +11,11 @@ from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.ir.nodes import Deallocate, HostProgram, LaunchMegakernel, walk_nodes
 from distmega.hostir.ir.text import parse_host, print_host, print_node
 from distmega.hostir.lower.lower import lower_program
-from distmega.hostir.passes.passes import (
-    PASSES,
-    coalesce_send_recv,
-    insert_deallocations,
-    peak_memory,
-    prune_event_waits,
-    run_passes,
-    sink_waits,
-)
+from distmega.hostir.passes.coalesce import coalesce_send_recv
+from distmega.hostir.passes.deallocations import insert_deallocations, peak_memory
+from distmega.hostir.passes.event_waits import prune_event_waits
+from distmega.hostir.passes.passes import PASSES, run_passes
+from distmega.hostir.passes.sink_waits import sink_waits
 from distmega.hostir.run.evaluator import Evaluator
 from tests.hostir.programs import (
     RING,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from distmega.errors import PlanError
-from distmega.hostir.passes.passes import peak_memory
+from distmega.hostir.passes.deallocations import peak_memory
 from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program

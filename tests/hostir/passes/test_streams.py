@@ -8,7 +8,8 @@ from distmega.errors import PlanError, VerifyError
 from distmega.hostir.ir.nodes import Allocate
 from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.lower.lower import lower_program
-from distmega.hostir.passes.passes import peak_memory, run_passes
+from distmega.hostir.passes.deallocations import peak_memory
+from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.mesh import DeviceMesh
