@@ -42,6 +42,7 @@ from distmega.hostir.comm.communicator import (
     require_communicator,
 )
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.ir.matmul_nodes import FusedMatmul
 from distmega.hostir.ir.nodes import HostProgram, LaunchMegakernel, LibraryOp, walk_nodes
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.ir.uses import storage_of, view_sources
@@ -57,7 +58,6 @@ from distmega.hostir.library.torch_types import (
     require_real_tensors,
 )
 from distmega.hostir.lower.lower import lower_program
-from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.cuda_graph import CapturedHost, capture_on_ranks, shared_memory
 from distmega.hostir.run.deadline import Deadline

@@ -21,6 +21,7 @@ from distmega.hostir.check.order_graph import (
     Meeting,
     OrderGraph,
 )
+from distmega.hostir.ir.matmul_nodes import FusedMatmul
 from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
@@ -45,7 +46,6 @@ from distmega.hostir.ir.nodes import (
     walk_nodes,
 )
 from distmega.hostir.ir.uses import node_reads, node_writes, team_axes
-from distmega.hostir.lower.matmul_nodes import FusedMatmul
 
 
 @dataclass(frozen=True, slots=True)

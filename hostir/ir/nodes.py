@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distmega.errors import VerifyError
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
+from distmega.hostir.ir.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.program.types import Attr, Op, Program, Tensor
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -150,9 +150,10 @@ class Collective:
     """Starts a collective over the teams of a mesh axis; `ins` and `outs` belong to it until
     Wait(handle).
 
-    attrs as on the ops of ops.COLLECTIVES: `combine` ("argmax" reduces the pair value, index),
-    `dim` (the dim that is gathered or scattered), `dst_dim` (all_to_all: the dim that is scattered,
-    while `dim` is gathered); broadcast has `source`, the coordinate that sends.
+    attrs as on ops of collective kinds (sharding/resolve/collectives.py): `combine` ("argmax"
+    reduces the pair value, index), `dim` (the dim that is gathered or scattered), `dst_dim`
+    (all_to_all: the dim that is scattered, while `dim` is gathered); broadcast has `source`, the
+    coordinate that sends.
     """
 
     kind: CollectiveKind

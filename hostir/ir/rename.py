@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from distmega.hostir.ir.matmul_nodes import FusedMatmul
 from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
@@ -17,7 +18,6 @@ from distmega.hostir.ir.nodes import (
     SliceView,
     Wait,
 )
-from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.program.types import Access
 
 Names = Callable[[str], str]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distmega.errors import counted
+from distmega.hostir.ir.matmul_nodes import FusedMatmul, SumNorm, symmetric_bytes
 from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
@@ -36,7 +37,6 @@ from distmega.hostir.ir.uses import (
     storage_of,
     view_sources,
 )
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm, symmetric_bytes
 from distmega.program.dtypes import ITEM_BYTES
 from distmega.program.kinds import kind_of, wrong_attr
 from distmega.program.types import Access, Program, Tensor, accesses, wrong_access

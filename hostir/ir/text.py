@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from distmega.errors import ParseError
+from distmega.hostir.ir.matmul_nodes import FusedMatmul, SumNorm, SymmetricBuffer
 from distmega.hostir.ir.nodes import (
     Allocate,
     Binding,
@@ -44,7 +45,6 @@ from distmega.hostir.ir.nodes import (
     WaitEvent,
     WaitSignal,
 )
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm, SymmetricBuffer
 from distmega.program.text import (
     bounded_lines,
     parse_attrs,

@@ -6,6 +6,7 @@ Used by whoever orders nodes or checks their order: passes, verify.py, ../check/
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
+from distmega.hostir.ir.matmul_nodes import FusedMatmul
 from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
@@ -20,7 +21,6 @@ from distmega.hostir.ir.nodes import (
     SliceView,
     walk_nodes,
 )
-from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.program.ops.compute import communication_axis
 from distmega.program.types import Access, Op, Program, accesses
 

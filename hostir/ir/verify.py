@@ -8,6 +8,7 @@ proves the order of reads and writes, which these rules do not look at.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from distmega.errors import VerifyError
+from distmega.hostir.ir.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
@@ -43,7 +44,6 @@ from distmega.hostir.ir.uses import (
     storage_of,
     team_axes,
 )
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.program.types import Tensor
 
 
@@ -57,8 +57,8 @@ def verify_host(
     """Checks every rule and returns the program; VerifyError names the first node that breaks one.
 
     freed: temps that are no outputs must be deallocated, as after insert_deallocations. finalized:
-    buffers whose declarations are final and must stand in the program as they are, with `symmetric
-    buffers`.
+    buffers whose declarations are final and must stand in the program as they are; so must
+    symmetric_buffers.
     """
     walked = Walked.of(host)
     for rule in (*RULES, no_leak) if freed else RULES:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from distmega.hostir.comm.collectives import CommHandle
 from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.ir.matmul_nodes import FusedMatmul, SumNorm, SymmetricBuffer
 from distmega.hostir.ir.nodes import Collective
 from distmega.hostir.library.norms import normalise
 from distmega.hostir.library.pointwise import OpFunction, evaluate_all
 from distmega.hostir.library.torch_types import operand_dtype
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm, SymmetricBuffer
 from distmega.program import expr
 from distmega.program import types as program
 from distmega.program.types import Op

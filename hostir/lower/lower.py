@@ -14,6 +14,7 @@ from typing import Protocol
 
 from distmega.collecting import gc_paused
 from distmega.errors import PlanError
+from distmega.hostir.ir.matmul_nodes import FusedMatmul, needed_symmetric_buffers
 from distmega.hostir.ir.nodes import (
     Binding,
     Collective,
@@ -29,7 +30,6 @@ from distmega.hostir.ir.uses import named_buffers
 from distmega.hostir.lower.chunks import verify_homes
 from distmega.hostir.lower.host_streams import Touched
 from distmega.hostir.lower.loops import Around, LoopLowering, touched
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, needed_symmetric_buffers
 from distmega.hostir.lower.scope import Scope
 from distmega.hostir.lower.segments import Run, kernel_runs, make_segment
 from distmega.hostir.passes.fuse import fuse_ops

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distmega.errors import PlanError
+from distmega.hostir.ir.matmul_nodes import largest_symmetric_buffers
 from distmega.hostir.ir.nodes import (
     Allocate,
     Deallocate,
@@ -44,7 +45,6 @@ from distmega.hostir.ir.nodes import (
     WaitSignal,
 )
 from distmega.hostir.ir.rename import Names, rename_node
-from distmega.hostir.lower.matmul_nodes import largest_symmetric_buffers
 from distmega.program.types import Tensor
 from distmega.sharding.stages import AXIS, Stage, Transfer
 

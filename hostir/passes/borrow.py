@@ -8,6 +8,7 @@ fused matmul of the mesh axis; see late_uses. Next: passes.py.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from distmega.hostir.ir.matmul_nodes import FusedMatmul
 from distmega.hostir.ir.nodes import (
     ForLoop,
     HostProgram,
@@ -15,7 +16,6 @@ from distmega.hostir.ir.nodes import (
     walk_nodes,
 )
 from distmega.hostir.ir.uses import late_uses, view_sources
-from distmega.hostir.lower.matmul_nodes import FusedMatmul
 
 
 def borrow_results(host: HostProgram) -> HostProgram:

@@ -15,6 +15,7 @@ of the chain. check.py proves it. Used by passes.py.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from distmega.hostir.ir.matmul_nodes import FusedMatmul
 from distmega.hostir.ir.nodes import (
     Collective,
     EndCoalescing,
@@ -33,7 +34,6 @@ from distmega.hostir.ir.nodes import (
     WaitSignal,
     walk_nodes,
 )
-from distmega.hostir.lower.matmul_nodes import FusedMatmul
 
 FILLING = LaunchMegakernel | FusedMatmul
 """Kernels whose programs must all be resident at once."""

@@ -10,8 +10,8 @@ operands. Next: passes.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from distmega.hostir.ir.matmul_nodes import FusedMatmul
 from distmega.hostir.ir.nodes import Allocate, LibraryOp, Node
-from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.passes.fused_kinds import is_product, op_exprs
 from distmega.hostir.passes.joining import is_handed_on, join_ops, take
 from distmega.program import expr

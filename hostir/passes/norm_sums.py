@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, cast
 
+from distmega.hostir.ir.matmul_nodes import FusedMatmul, SumNorm
 from distmega.hostir.ir.nodes import Node
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm
 from distmega.hostir.passes.joining import Both, join_ops, with_last
 from distmega.program.types import Index, Op, Tensor
 

@@ -11,6 +11,11 @@ from dataclasses import replace
 
 from distmega.collecting import gc_paused
 from distmega.errors import UnsupportedError, counted
+from distmega.hostir.ir.matmul_nodes import (
+    FusedMatmul,
+    largest_symmetric_buffers,
+    needed_symmetric_buffers,
+)
 from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
@@ -19,11 +24,6 @@ from distmega.hostir.ir.nodes import (
     LibraryOp,
     Node,
     Wait,
-)
-from distmega.hostir.lower.matmul_nodes import (
-    FusedMatmul,
-    largest_symmetric_buffers,
-    needed_symmetric_buffers,
 )
 from distmega.program.kinds import FUSED_GRAPH
 from distmega.program.types import Access, Attr, Index, Op, Program, accesses

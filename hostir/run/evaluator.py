@@ -20,6 +20,7 @@ from torch import Tensor
 from distmega.errors import DistmegaError, ProgramError, RankFailure
 from distmega.hostir.comm.collectives import CommHandle
 from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.ir.matmul_nodes import FusedMatmul
 from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
@@ -59,7 +60,6 @@ from distmega.hostir.library.matmuls import (
 )
 from distmega.hostir.library.ops import DeviceOps, TorchOps, op_operands
 from distmega.hostir.library.torch_types import check_mapping, empty_tensor, fits, misfit
-from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.run.graph_breaks import graph_breaks
 from distmega.hostir.run.streams import CudaStreams
 from distmega.program import types as program

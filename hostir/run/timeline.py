@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from distmega.hostir.comm.collectives import CommHandle
+from distmega.hostir.ir.matmul_nodes import FusedMatmul
 from distmega.hostir.ir.nodes import (
     Collective,
     EndCoalescing,
@@ -23,7 +24,6 @@ from distmega.hostir.ir.nodes import (
     Send,
     SetStream,
 )
-from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.run.evaluator import Frame, Step
 from distmega.trace_file import Span
 

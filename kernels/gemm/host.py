@@ -10,9 +10,9 @@ from torch import Tensor
 
 from distmega.hostir.comm.collectives import CommHandle
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.ir.matmul_nodes import FusedMatmul, SumNorm, SymmetricBuffer
 from distmega.hostir.ir.nodes import Collective
 from distmega.hostir.library.matmuls import NormedProduct, StartCollective
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm, SymmetricBuffer
 from distmega.kernels.gemm import late
 from distmega.kernels.gemm.api import (
     all_gather_matmul,

@@ -1,6 +1,6 @@
 """Collectives as ops: what they read and write on one rank, in access maps like any other op.
 
-Comes in: a Reshard. Goes out: an Op of ops.COLLECTIVES. `r` is the axis over ranks, `n` the dim
+Comes in: a Reshard. Goes out: an Op of a collective kind. `r` is the axis over ranks, `n` the dim
 as one rank holds it; where a dim is uneven, r.n reaches past its extent, and positions past it read
 as zero and are not written. Attributes: mesh_axis, num_ranks, combine, dim, dst_dim, extent.
 

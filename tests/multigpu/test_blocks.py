@@ -5,8 +5,8 @@ import torch
 
 from bench.blocks import TORCH, Shape, mlp_block, transformer_block
 from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.ir.matmul_nodes import FusedMatmul
 from distmega.hostir.ir.nodes import walk_nodes
-from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.kernels.machines import CPU, H200
 from tests.multigpu.ranks import ON_EITHER
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from distmega.hostir.comm.collectives import combine_parts
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.ir.matmul_nodes import SymmetricBuffer
 from distmega.hostir.ir.nodes import Collective
-from distmega.hostir.lower.matmul_nodes import SymmetricBuffer
 from distmega.kernels.gemm.host import DONE, PeerMatmuls
 from tests.hostir.programs import collective_of
 from tests.hostir.ranks import values

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from distmega.cli.explain.facts import PredictedSpan
+from distmega.hostir.ir.matmul_nodes import FusedMatmul
 from distmega.hostir.ir.nodes import (
     Collective,
     EndCoalescing,
@@ -27,7 +28,6 @@ from distmega.hostir.ir.nodes import (
     Wait,
     WaitEvent,
 )
-from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.program.kinds import kind_of
 from distmega.sharding.search.cost import Machine, collective_time_us
 from distmega.sharding.search.predict import local_op_us

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmega.errors import ParseError, VerifyError
+from distmega.hostir.ir.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.hostir.ir.nodes import (
     Allocate,
     Binding,
@@ -33,7 +34,6 @@ from distmega.hostir.ir.nodes import (
     WaitSignal,
 )
 from distmega.hostir.ir.text import parse_host, print_host
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.program.types import Access, Axis, Index, Op, Tensor
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.pairs import PairKind

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from distmega.errors import CheckError, PlanError, VerifyError
 from distmega.hostir.check.check import check_host
+from distmega.hostir.ir.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.hostir.ir.nodes import HostProgram, walk_nodes
 from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.lower.lower import lower_program
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.hostir.passes.deallocations import peak_memory
 from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.machines import CPU

@@ -8,9 +8,9 @@ import pytest
 from torch import Tensor
 
 from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.hostir.ir.matmul_nodes import FusedMatmul
 from distmega.hostir.ir.text import parse_host
 from distmega.hostir.library.matmuls import SequentialMatmuls
-from distmega.hostir.lower.matmul_nodes import FusedMatmul
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.sharding.layout.mesh import DeviceMesh
 

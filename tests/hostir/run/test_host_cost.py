@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from distmega.hostir.lower.matmul_nodes import SymmetricBuffer
+from distmega.hostir.ir.matmul_nodes import SymmetricBuffer
 from distmega.hostir.run.host_cost import count_instructions, explain_host
 from distmega.kernels.gemm.times.rates import H200_RATES
 from distmega.kernels.gemm.times.ways import MatmulModel

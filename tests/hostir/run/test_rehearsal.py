@@ -11,11 +11,11 @@ from torch import Tensor
 from distmega.engine.decode_plan import lower_decode, lower_prefill, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
+from distmega.hostir.ir.matmul_nodes import FusedMatmul, SumNorm
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.library.matmuls import Matmuls, SequentialMatmuls
 from distmega.hostir.library.pointwise import OpFunction
 from distmega.hostir.library.torch_types import empty_tensor
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import H200

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.hostir.lower.matmul_nodes import FusedMatmul, SumNorm
+from distmega.hostir.ir.matmul_nodes import FusedMatmul, SumNorm
 from distmega.kernels.machines import H200
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.pairs import PairKind

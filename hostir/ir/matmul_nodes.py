@@ -1,8 +1,8 @@
 """The host program's node for a matmul with its collective, and the peer memory that it needs.
 
-Comes in: pairs of ops that sharding/overlap/pairs.py chose, from lower.py. Goes out: FusedMatmul,
-one of the nodes of nodes.py, and SymmetricBuffer, which a HostProgram declares. Next: nodes.py,
-matmuls.py.
+Comes in: pairs of ops that sharding/overlap/pairs.py chose, from lower/lower.py. Goes out:
+FusedMatmul, one of the nodes of nodes.py, and SymmetricBuffer, which a HostProgram declares. Next:
+nodes.py, library/matmuls.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -95,7 +95,7 @@ def needed_symmetric_buffers(
 
 
 def symmetric_bytes(node: FusedMatmul, buffers: Mapping[str, Tensor], size: int) -> int:
-    """Bytes of a room for a node: the gathered x, or the partial result and the sums."""
+    """Bytes of a symmetric buffer for a node: the gathered x, or the partial result and sums."""
     if node.kind == "all_gather_matmul":
         return size * buffers[node.x].num_bytes
     whole = size if node.kind == "matmul_reduce_scatter" else 1
