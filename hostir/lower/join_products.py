@@ -10,7 +10,7 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
-from distmega.program.ops.parts import axis_names, make_op
+from distmega.program.ops.parts import access_named, axis_names, make_op
 from distmega.program.types import Access, Axis, Index, Op, Tensor, accesses
 from distmega.sharding.localize import LocalProgram
 from distmega.sharding.overlap.pairs import (
@@ -173,8 +173,8 @@ class _Joining:
             Axis(name=n, extent=e, role="reduce", combine="sum")
             for n, e in zip(k, sums, strict=True)
         ]
-        reads = [_plain(x.name, *m, *k), _plain(weight.name, "n", *k)]
-        product = make_op(name, "linear", axes, reads, [_plain(name, *m, "n")])
+        reads = [access_named(x.name, *m, *k), access_named(weight.name, "n", *k)]
+        product = make_op(name, "linear", axes, reads, [access_named(name, *m, "n")])
         views, start = [], 0
         for each, width in zip(outs, widths, strict=True):
             views.append(_view(each, out, num_rows, start))
@@ -189,8 +189,4 @@ def _view(part: Tensor, whole: Tensor, num_rows: int, start: int) -> Op:
     rows = tuple(Index(axes=(name,)) for name in names[:num_rows])
     columns = Index(axes=tuple(names[num_rows:]), offset=start)
     read = Access(tensor=whole.name, dims=(*rows, columns))
-    return make_op(part.name, "view", axes, [read], [_plain(part.name, *names)])
-
-
-def _plain(tensor: str, *names: str) -> Access:
-    return Access(tensor=tensor, dims=tuple(Index(axes=(name,)) for name in names))
+    return make_op(part.name, "view", axes, [read], [access_named(part.name, *names)])

@@ -33,7 +33,7 @@ from distmega.hostir.passes.fused_kinds import MAX_FLOPS, MAX_READS, MAX_WRITES,
 from distmega.program import expr
 from distmega.program.dtypes import FLOATS
 from distmega.program.kinds import kind_of
-from distmega.program.ops.parts import make_op
+from distmega.program.ops.parts import make_op, rename_axes
 from distmega.program.types import Access, Index, Op, Program, Tensor, accesses
 
 _SUM = expr.parse("a0 + a1")
@@ -282,14 +282,10 @@ def _in_axes_of(first: Op, read: Access, then: Op) -> Op | None:
     if kind_of(then).is_elementwise and any(_whole_axes(a) != there for a in then.writes):
         return None
 
-    def renamed(access: Access) -> Access:
-        dims = (replace(i, axes=tuple(names[n] for n in i.axes)) for i in access.dims)
-        return Access(tensor=access.tensor, dims=tuple(dims))
-
     return replace(
         first,
-        reads=tuple(map(renamed, first.reads)),
-        writes=tuple(map(renamed, first.writes)),
+        reads=tuple(rename_axes(read, names) for read in first.reads),
+        writes=tuple(rename_axes(write, names) for write in first.writes),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from distmega.program.dtypes import FLOATS_TO_F32
 from distmega.program.kinds import kind_of
-from distmega.program.ops.parts import axis_names, make_op
+from distmega.program.ops.parts import access_named, axis_names, make_op
 from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor, accesses
 
 Step = Literal["norm", "rope", "append"]
@@ -165,27 +165,27 @@ def state_heads(name: str, heads: HeadsOp, buffers: Mapping[str, Tensor]) -> Op:
     """The op of kind fused_heads."""
     first = buffers[heads.parts[0].x]
     axes = [Axis(name="m", extent=first.shape[0])]
-    reads, writes = [_access(heads.positions, "m")], []
+    reads, writes = [access_named(heads.positions, "m")], []
     if heads.table:
         rows, dim = buffers[heads.table].shape
         axes.append(Axis(name="t", extent=rows, role="reduce", lookup=True))
         axes.append(Axis(name="a", extent=dim, role="reduce"))
-        reads.append(_access(heads.table, "t", "a"))
+        reads.append(access_named(heads.table, "t", "a"))
     if heads.sequences:
-        reads.append(_access(heads.sequences, "m"))
+        reads.append(access_named(heads.sequences, "m"))
     for number, part in enumerate(heads.parts):
         shape = buffers[part.x].shape
         inner = [f"{n}_{number}" for n in axis_names("h", len(shape) - 2)]
         d, r = f"d_{number}", f"r_{number}"
         axes += [Axis(name=n, extent=e) for n, e in zip((*inner, d), shape[1:], strict=True)]
-        reads.append(_access(part.x, "m", *inner, d))
+        reads.append(access_named(part.x, "m", *inner, d))
         if part.steps != ("append",):
             axes.append(Axis(name=r, extent=shape[-1], role="reduce"))
-            reads.append(_access(part.x, "m", *inner, r))
+            reads.append(access_named(part.x, "m", *inner, r))
         if part.weight:
-            reads.append(_access(part.weight, d))
+            reads.append(access_named(part.weight, d))
         if "append" not in part.steps:
-            writes.append(_access(part.out, "m", *inner, d))
+            writes.append(access_named(part.out, "m", *inner, d))
             continue
         cache = buffers[part.out].shape
         slots = [Axis(name=f"c_{number}", extent=cache[-2], role="scatter", lookup=True)]
@@ -194,16 +194,12 @@ def state_heads(name: str, heads: HeadsOp, buffers: Mapping[str, Tensor]) -> Op:
             slots.insert(0, replace(slots[0], name=f"s_{number}", extent=cache[0]))
         axes += slots
         own = [slot.name for slot in slots]
-        writes.append(_access(part.out, *whose, *own[:-1], *inner, own[-1], d))
+        writes.append(access_named(part.out, *whose, *own[:-1], *inner, own[-1], d))
     texts = tuple(" ".join(part.steps) for part in heads.parts)
     attrs: dict[str, Attr] = {"parts": texts, "eps": heads.eps, "several": bool(heads.sequences)}
     if heads.own:
         attrs["own"] = True
     return make_op(name, FUSED, axes, reads, writes, **attrs)
-
-
-def _access(tensor: str, *names: str) -> Access:
-    return Access(tensor=tensor, dims=tuple(Index(axes=(name,)) for name in names))
 
 
 def inplace_results(op: Op) -> set[str]:

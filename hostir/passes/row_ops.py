@@ -20,7 +20,7 @@ from distmega.program import expr
 from distmega.program.dtypes import FLOATS_TO_F32
 from distmega.program.kinds import kind_of
 from distmega.program.ops.axis_views import access_axes, is_plain
-from distmega.program.ops.parts import make_op
+from distmega.program.ops.parts import make_op, rename_axes
 from distmega.program.types import Access, Axis, Op, Tensor, accesses, grouped_index
 
 MAX_COLUMNS = 8192
@@ -149,16 +149,11 @@ def with_sum(rows: RowOp, operand: Access, terms: Sequence[Access]) -> RowOp:
 def _renamed(rows: RowOp, like: RowOp) -> RowOp:
     """With the axis names of another, in their order."""
     names = dict(zip(rows.names, like.names, strict=True))
-
-    def renamed(access: Access) -> Access:
-        dims = (replace(i, axes=tuple(names[n] for n in i.axes)) for i in access.dims)
-        return Access(tensor=access.tensor, dims=tuple(dims))
-
     return replace(
         rows,
         axes=like.axes,
-        operands=tuple(map(renamed, rows.operands)),
-        results={renamed(access): n for access, n in rows.results.items()},
+        operands=tuple(rename_axes(operand, names) for operand in rows.operands),
+        results={rename_axes(access, names): n for access, n in rows.results.items()},
     )
 
 

@@ -22,8 +22,8 @@ from distmega.hostir.passes.row_ops import (
     state_rows,
     with_sum,
 )
-from distmega.program.ops.parts import make_op
-from distmega.program.types import Access, Index, Op, Tensor, accesses
+from distmega.program.ops.parts import access_named, make_op
+from distmega.program.types import Access, Op, Tensor, accesses
 
 SumParts = Callable[[int, int, int], int]
 """Of rows, columns and terms of a sum of a product of a half type: how many parts, a divisor of the
@@ -117,5 +117,5 @@ def _terms(product: Op, operand: Access, names: Sequence[str]) -> list[Access]:
 def _whole_operand(rows: RowOp, name: str) -> Access | None:
     """How an op over rows reads a tensor of their shape; None where it reads it otherwise too."""
     found = {access for access in rows.operands if access.tensor == name}
-    whole = Access(tensor=name, dims=tuple(Index(axes=(axis,)) for axis in rows.names))
+    whole = access_named(name, *rows.names)
     return whole if found == {whole} else None

@@ -42,6 +42,7 @@ from distmega.kernels.runtime.arena import PEER_SUFFIX
 from distmega.kernels.tasks.groups import expand_groups
 from distmega.kernels.tasks.overwrites import expand_overwrites
 from distmega.program.kinds import OpKind, define, kind_of
+from distmega.program.ops.parts import access_named
 from distmega.program.types import Access, Axis, Index, Op, Program, Tensor, verify_program
 from distmega.sharding.layout.mesh import DeviceMesh
 
@@ -151,7 +152,7 @@ def _pushed(op: Op, read: Access, shapes: dict[str, Tensor]) -> tuple[Op, Tensor
         kind="push" if shared is None else "push_parts",
         axes=tuple(axes),
         reads=(Access(tensor=x.name, dims=tuple(dims)),),
-        writes=(_plain(recv.name, SOURCE, *names),),
+        writes=(access_named(recv.name, SOURCE, *names),),
         attrs=_kept(op, "mesh_axis", "num_ranks"),
     )
     return push, recv
@@ -184,10 +185,6 @@ def _as_copies(op: Op) -> Iterator[Op]:
 
 def _slots(recv: Tensor, source: str, access: Access) -> Access:
     return Access(tensor=recv.name, dims=(Index(axes=(source,)), *access.dims))
-
-
-def _plain(tensor: str, *axes: str) -> Access:
-    return Access(tensor=tensor, dims=tuple(Index(axes=(axis,)) for axis in axes))
 
 
 def _kept(op: Op, *names: str) -> tuple[tuple[str, str | int], ...]:

@@ -1,11 +1,12 @@
 """What every op is put together from: accesses, axis names, and the error of a bad operand.
 
-Used by compute.py and data_movement.py, which state the ops.
+Used by the files beside this one, which state the ops, and by passes that make some of others.
 """
 
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from distmega.arguments import is_list, is_number, shown
 from distmega.errors import ProgramError, counted
@@ -23,7 +24,18 @@ def index(*axes: str) -> Index:
 
 def access(tensor: Tensor, *axes: str) -> Access:
     """A tensor indexed by one axis a dim."""
-    return Access(tensor=tensor.name, dims=tuple(index(axis) for axis in axes))
+    return access_named(tensor.name, *axes)
+
+
+def access_named(tensor: str, *axes: str) -> Access:
+    """As access, of the tensor of that name."""
+    return Access(tensor=tensor, dims=tuple(index(axis) for axis in axes))
+
+
+def rename_axes(found: Access, names: Mapping[str, str]) -> Access:
+    """The access with other names of its axes. names: of each its new one."""
+    dims = (replace(each, axes=tuple(names[n] for n in each.axes)) for each in found.dims)
+    return Access(tensor=found.tensor, dims=tuple(dims))
 
 
 def make_op(
