@@ -9,7 +9,7 @@ which prints and parses them) and go to sharding/planner.py.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
@@ -199,6 +199,13 @@ def view_strides(view: Op, strides: Sequence[int]) -> tuple[int, ...] | None:
                 return None
         found.append(steps[names[-1]] if names else 1)
     return tuple(found)
+
+
+def storage_behind(name: str, views: Mapping[str, Op]) -> str:
+    """The tensor that owns the storage of `name`. views: each by the tensor that it makes."""
+    while name in views:
+        name = views[name].reads[0].tensor
+    return name
 
 
 def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from distmega.hostir.ir.nodes import Allocate, LibraryOp, Node, SliceView
-from distmega.program.types import Op, Tensor, packed_strides, view_strides
+from distmega.program.types import Op, Tensor, packed_strides, storage_behind, view_strides
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,9 +49,7 @@ class Scope:
 
     def storage(self, name: str) -> str:
         """What a view is a view of, at last."""
-        while name in self.views:
-            name = self.views[name].reads[0].tensor
-        return name
+        return storage_behind(name, self.views)
 
     def strides(self, name: str) -> tuple[int, ...]:
         """How far each dim of a name steps through its storage, in elements."""

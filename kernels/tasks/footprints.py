@@ -24,7 +24,7 @@ from distmega.kernels.tasks.regions import (
     view_source,
 )
 from distmega.kernels.tasks.types import TaskGroup
-from distmega.program.types import Access, Op, Program
+from distmega.program.types import Access, Op, Program, storage_behind
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -67,9 +67,7 @@ class Footprints:
 
     def base(self, tensor: str) -> str:
         """The tensor that owns the storage: follows views to their source."""
-        while tensor in self._views:
-            tensor = self._views[tensor].reads[0].tensor
-        return tensor
+        return storage_behind(tensor, self._views)
 
     def base_shape(self, tensor: str) -> tuple[int, ...]:
         """Shape of the tensor that owns the storage."""

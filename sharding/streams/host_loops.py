@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distmega.program.types import Access, Op, Tensor, accesses
+from distmega.program.types import Access, Op, Tensor, accesses, storage_behind
 from distmega.sharding.streams.sink import Edge, Storage, sink_ops
 from distmega.sharding.streams.streams import (
     ChunkPart,
@@ -96,9 +96,7 @@ class _Former:
         return all(isinstance(p, ChunkPart) and self.to_root(a, p)[1] is not None for a, p in made)
 
     def root(self, name: str) -> str:
-        while name in self.views:
-            name = self.views[name].reads[0].tensor
-        return name
+        return storage_behind(name, self.views)
 
     def touched(self, at: int) -> Iterator[tuple[str, _ChunkUse]]:
         """Storage that an op touches, chunk by chunk where it does."""
