@@ -82,6 +82,11 @@ class TaskGrid:
     def num_tasks(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def starts(self) -> str:
+        """The vector that says where groups of rows start, of an op over these; "" of any other."""
+        return self.rows.starts if self.rows is not None else ""
+
     def guards(self, task: Coordinates) -> tuple[Guard, ...]:
         """What must hold for a task to run."""
         found: list[Guard] = [

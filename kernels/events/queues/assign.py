@@ -114,7 +114,7 @@ def assign_tasks(graph: EventGraph, num_sms: int, dynamic: Dynamic = "auto") -> 
     listed = tuple(
         Region(
             ops=tuple(grid.op for grid in grids),
-            starts=_starts(grids[0]),
+            starts=grids[0].starts,
             entries=tuple(Entry((g.op, n)) for g in grids for n in range(g.num_tasks)),
             capacity=sum(_capacity(graph, grid) for grid in grids),
         )
@@ -178,17 +178,12 @@ def _producer(graph: EventGraph, event: EventId) -> str:
     return next(each.producer for each in graph.events if each.name == event[0])
 
 
-def _starts(grid: TaskGrid) -> str:
-    assert grid.rows is not None
-    return grid.rows.starts
-
-
 def _regions(graph: EventGraph) -> list[list[TaskGrid]]:
     """Runs of consecutive ops all of whose tasks are guarded by rows of the same groups."""
 
     def key(grid: TaskGrid) -> str:
         guarded = all((grid.op, n) in graph.guards for n in range(grid.num_tasks))
-        return _starts(grid) if grid.rows is not None and guarded else ""
+        return grid.starts if guarded else ""
 
     return [list(grids) for starts, grids in groupby(graph.grids, key) if starts]
 

@@ -56,7 +56,7 @@ def drains_faster(graph: EventGraph, grids: Sequence[TaskGrid], num_sms: int) ->
     runs = []
     for counts in _graph_counts(graph, grids[0]):
         starts = [0, *np.cumsum(counts).tolist()]
-        known = RunTime(symbols=graph.symbols, starts={_starts(grids[0]): starts}, at=at)
+        known = RunTime(symbols=graph.symbols, starts={grids[0].starts: starts}, at=at)
         runs.append([graph.runs((g.op, n), known) for g in grids for n in range(g.num_tasks)])
     return _drained_is_first(costs, np.array(runs), num_sms)
 
@@ -99,11 +99,6 @@ def _drained_is_first(
             heapq.heapreplace(taken, taken[0] + cost + POP_BYTES)
         drained += max(taken)
     return bool(drained < static)
-
-
-def _starts(grid: TaskGrid) -> str:
-    assert grid.rows is not None
-    return grid.rows.starts
 
 
 def _graph_counts(graph: EventGraph, grid: TaskGrid) -> npt.NDArray[np.int64]:
