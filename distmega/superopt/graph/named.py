@@ -16,6 +16,11 @@ Dims = tuple[tuple[str, ...], ...]
 """The axes of each dim of a tensor, outer first; none where its extent is 1."""
 
 
+def dim_of(dims: Dims, axis: str) -> int:
+    """The dim that an axis runs along, -1 if none does."""
+    return next((n for n, dim in enumerate(dims) if axis in dim), -1)
+
+
 @dataclass(frozen=True, slots=True)
 class Named:
     """Planes with an axis a dim, after the samples' dim."""

@@ -9,7 +9,7 @@ from keyword import iskeyword
 from distmega.errors import ProgramError, VerifyError
 from distmega.program import expr
 from distmega.program.dtypes import ITEM_BYTES
-from distmega.superopt.graph.named import Dims
+from distmega.superopt.graph.named import dim_of
 from distmega.superopt.graph.ugraph import (
     OP_KINDS,
     SHARED_BYTES,
@@ -89,11 +89,6 @@ def _verify_kernel(graph: UGraph, kernel: Kernel, stored: set[str]) -> None:
     _verify_stores(graph, kernel, values, order)
 
 
-def _dim_of(dims: Dims, axis: str) -> int:
-    """The dim that an axis runs along, -1 if none does."""
-    return next((n for n, dim in enumerate(dims) if axis in dim), -1)
-
-
 def _verify_loads(graph: UGraph, kernel: Kernel, stored: set[str]) -> None:
     tensors, extents = graph.tensor_map(), joint_extents(graph)
     for load in kernel.loads:
@@ -108,8 +103,8 @@ def _verify_loads(graph: UGraph, kernel: Kernel, stored: set[str]) -> None:
         ):
             found = f"kernel {kernel.name!r} loads {load.tensor!r} as {mine}"
             raise _broken(graph, found, f"dims of {whole}, of the same extents")
-        fmap = _dim_of(mine, kernel.loop[0]) if kernel.loop else -1
-        if (load.imap, load.fmap) != (tuple(_dim_of(mine, a) for a, _ in kernel.grid), fmap):
+        fmap = dim_of(mine, kernel.loop[0]) if kernel.loop else -1
+        if (load.imap, load.fmap) != (tuple(dim_of(mine, a) for a, _ in kernel.grid), fmap):
             found = f"kernel {kernel.name!r}: imap {load.imap}, fmap {load.fmap} of {load.name!r}"
             raise _broken(graph, found, "the dims in which the grid's and the loop's axes lie")
 
@@ -203,8 +198,8 @@ def _verify_stores(
         dims = tensor.dims
         if sorted(values[store.name]) != sorted(tensor.axes):
             raise _broken(graph, f"{where} along {values[store.name]}", f"dims {dims}")
-        omap = tuple(_dim_of(dims, axis) for axis, _ in kernel.grid)
-        fmap = _dim_of(dims, kernel.loop[0]) if kernel.loop else -1
+        omap = tuple(dim_of(dims, axis) for axis, _ in kernel.grid)
+        fmap = dim_of(dims, kernel.loop[0]) if kernel.loop else -1
         if store.omap != omap or -1 in omap or store.fmap != fmap:
             found = f"{where} by omap {store.omap}, fmap {store.fmap}"
             raise _broken(graph, found, "blocks that each write a part of their own")

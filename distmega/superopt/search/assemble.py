@@ -4,10 +4,10 @@ Comes in: a Schedule, an EGraph and the program whose outputs its roots are. Goe
 UGraph. Next: equivalence.py, which asks whether it computes the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from distmega.program.types import Program
-from distmega.superopt.graph.named import Dims
+from distmega.superopt.graph.named import Dims, dim_of
 from distmega.superopt.graph.ugraph import BlockOp, GraphTensor, Kernel, Load, Store, UGraph
 from distmega.superopt.graph.verify import verify_graph
 from distmega.superopt.search.egraph import EGraph
@@ -162,12 +162,8 @@ class _Assembly:
         return tuple((axis,) for axis in self._order(number))
 
     def _map(self, plan: KernelPlan, dims: Dims) -> tuple[int, ...]:
-        return tuple(_dim_of(dims, axis) for axis, _ in plan.grid)
-
-
-def _dim_of(dims: Sequence[Sequence[str]], axis: str) -> int:
-    return next((n for n, dim in enumerate(dims) if axis in dim), -1)
+        return tuple(dim_of(dims, axis) for axis, _ in plan.grid)
 
 
 def _loop_dim(plan: KernelPlan, dims: Dims) -> int:
-    return _dim_of(dims, plan.loop[0]) if plan.loop else -1
+    return dim_of(dims, plan.loop[0]) if plan.loop else -1
