@@ -18,7 +18,6 @@ from torch import Tensor
 from distmega.errors import UnsupportedError, counted
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.hostir.comm.plain import Plain
 from distmega.hostir.ir.nodes import (
     Allocate,
     Deallocate,
@@ -31,7 +30,7 @@ from distmega.hostir.lower.lower import REACHING_ALL, Localized, lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import KernelRunner
 from distmega.kernels import late
-from distmega.kernels.cpu.runner import CpuMegakernel, gather_along, open_peers
+from distmega.kernels.cpu.runner import CpuMegakernel, open_cpu
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.plan.matrices import count_rows
@@ -349,16 +348,11 @@ def open_whole(plan: WholePlan, comm: Communicator, device: torch.device) -> Who
         )
     else:
         assert kernel is not None
-
-        def gather(value: Plain) -> Sequence[object]:
-            return gather_along(comm, kernel.team_axes, value)
-
-        runner = CpuMegakernel(
+        runner = open_cpu(
             kernel,
-            rank=comm.rank,
+            comm,
             weights_arena=arenas[0],
             state_arena=arenas[1],
-            peers=open_peers(kernel, comm.rank, gather),
             timeout_s=comm.timeout_s,
         )
     return WholeKernel(runner=runner, tensors=tensors)

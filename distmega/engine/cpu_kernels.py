@@ -4,15 +4,12 @@ In: a decode plan and the arenas of this rank. Out: a runner for each segment of
 Next on the walk: kernels/megakernel.py.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from distmega.engine.decode_plan import DecodePlan
 from distmega.hostir.comm.communicator import Communicator
-from distmega.hostir.comm.plain import Plain
-from distmega.kernels.cpu.runner import CpuMegakernel, gather_along, open_peers
-from distmega.kernels.megakernel import Megakernel, compile_megakernel
+from distmega.kernels.cpu.runner import CpuMegakernel, open_cpu
+from distmega.kernels.megakernel import compile_megakernel
 
 
 def open_kernels(
@@ -22,7 +19,7 @@ def open_kernels(
     arenas, uint8, as the plan lays them out.
     """
     return {
-        segment.name: _open(
+        segment.name: open_cpu(
             compile_megakernel(
                 segment,
                 plan.staged.mesh,
@@ -31,27 +28,11 @@ def open_kernels(
                 states=plan.states,
                 mode=plan.options.events,
             ),
-            plan,
             comm,
-            weights,
-            states,
+            weights_arena=weights,
+            state_arena=states,
+            timeout_s=plan.options.timeout_s,
+            seed=plan.options.interleave_seed or None,
         )
         for segment in plan.host.segments
     }
-
-
-def _open(
-    kernel: Megakernel, plan: DecodePlan, comm: Communicator, weights: Tensor, states: Tensor
-) -> CpuMegakernel:
-    def gather(value: Plain) -> Sequence[object]:
-        return gather_along(comm, kernel.team_axes, value)
-
-    return CpuMegakernel(
-        kernel,
-        rank=comm.rank,
-        weights_arena=weights,
-        state_arena=states,
-        peers=open_peers(kernel, comm.rank, gather),
-        seed=plan.options.interleave_seed or None,
-        timeout_s=plan.options.timeout_s,
-    )

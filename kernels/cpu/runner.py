@@ -42,6 +42,33 @@ def open_peers(kernel: Megakernel, rank: int, gather: Gather) -> Peers:
     return share_peers(rank, team, sizes, gather) if len(team) > 1 else local_peers(team, sizes)
 
 
+def open_cpu(
+    kernel: Megakernel,
+    comm: Communicator,
+    *,
+    weights_arena: Tensor,
+    state_arena: Tensor,
+    timeout_s: float,
+    seed: int | None = None,
+) -> "CpuMegakernel":
+    """The kernel on this rank of a mesh of processes, which open it together. Arguments as of
+    CpuMegakernel.
+    """
+
+    def gather(value: Plain) -> Sequence[object]:
+        return gather_along(comm, kernel.team_axes, value)
+
+    return CpuMegakernel(
+        kernel,
+        rank=comm.rank,
+        weights_arena=weights_arena,
+        state_arena=state_arena,
+        peers=open_peers(kernel, comm.rank, gather),
+        seed=seed,
+        timeout_s=timeout_s,
+    )
+
+
 def gather_along(comm: Communicator, axes: Sequence[str], value: Plain) -> Sequence[object]:
     """The values of all ranks that differ from this one along these mesh axes, in mesh order."""
     found: list[Plain] = [value]
