@@ -24,7 +24,7 @@ from torch import Tensor
 
 from distmega.errors import LaunchError
 from distmega.hostir.comm.plain import Plain
-from distmega.kernels.runtime.arena import ALIGNMENT_BYTES
+from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, round_up
 
 Gather = Callable[[Plain], Sequence[object]]
 """Gathers one plain value (hostir/comm/plain.py) from each rank, in rank order, on all of them."""
@@ -47,12 +47,12 @@ class PeerSizes:
     @property
     def counter_bytes(self) -> int:
         """Bytes of the counters, [events, lanes] int32, rounded up to a line."""
-        return _round_up(self.num_events * self.num_lanes * COUNTER_BYTES)
+        return round_up(self.num_events * self.num_lanes * COUNTER_BYTES)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of a mapping: nonce, counters, arena."""
-        return NONCE_BYTES + self.counter_bytes + max(_round_up(self.arena_bytes), ALIGNMENT_BYTES)
+        return NONCE_BYTES + self.counter_bytes + max(round_up(self.arena_bytes), ALIGNMENT_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -196,7 +196,3 @@ def _peers(buffers: Mapping[int, mmap.mmap], sizes: PeerSizes) -> Peers:
         },
         lanes={rank: lane for lane, rank in enumerate(buffers)},
     )
-
-
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

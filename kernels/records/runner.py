@@ -20,7 +20,7 @@ from distmega.kernels.records.kernel import run_records
 from distmega.kernels.records.specs import find_specs
 from distmega.kernels.records.timeline import NUM_STAMPS, record_spans
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
-from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, PEER_BUFFERS, Space, tensor_space
+from distmega.kernels.runtime.arena import PEER_BUFFERS, Space, round_up, tensor_space
 from distmega.kernels.runtime.memory import allocate_arena, operand_view
 from distmega.kernels.runtime.report import REPORT_WORDS
 from distmega.kernels.runtime.symmetric import Team
@@ -73,8 +73,8 @@ class RecordRunner:
         """
         kernel = self.kernel
         lanes, lane = (team.size, team.team_rank) if team else (1, 0)
-        counter_bytes = _round_up(COUNTER_BYTES * max(kernel.encoded.num_events, 1) * lanes)
-        copy_bytes = _round_up(kernel.layout.peers.num_bytes)
+        counter_bytes = round_up(COUNTER_BYTES * max(kernel.encoded.num_events, 1) * lanes)
+        copy_bytes = round_up(kernel.layout.peers.num_bytes)
         num_bytes = counter_bytes + PEER_BUFFERS * copy_bytes
         self._shared = team.open(num_bytes) if team else None
         if self._shared:
@@ -150,7 +150,3 @@ class RecordRunner:
 def _on(device: torch.device, table: Tensor) -> Tensor:
     """A table in the GPU's memory, never empty."""
     return table.to(device) if table.numel() else torch.zeros(1, dtype=torch.int32, device=device)
-
-
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -29,7 +29,12 @@ into the copy its peers are not reading, and it can't be two ahead: to finish a 
 its peers push in that launch."""
 
 PEER_SUFFIX = ".recv"
-"""Names of tensors that peers write end in this (collectives.py makes them)."""
+"""Names of tensors that peers write end in this (../tasks/expand.py makes them)."""
+
+
+def round_up(num_bytes: int) -> int:
+    """The next multiple of ALIGNMENT_BYTES."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Space(IntEnum):
@@ -130,7 +135,7 @@ def layout_arena(space: Space, tensors: Iterable[Tensor]) -> ArenaLayout:
             grid = math.lcm(ALIGNMENT_BYTES, _row_bytes(tensor) if space is Space.STATE else 1)
             offsets[tensor.name] = -(-end // grid) * grid
             end = offsets[tensor.name] + tensor.num_bytes
-            end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            end = round_up(end)
     if end // ALIGNMENT_BYTES >= 2**31:
         raise PlanError(
             f"{space.name.lower()} arena of {end} bytes",

@@ -18,7 +18,7 @@ from distmega.kernels.hopper.plan.words import (
     UNIT_ROWS,
     VECTOR_MULTIPLE,
 )
-from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, ArenaLayout
+from distmega.kernels.runtime.arena import ArenaLayout, round_up
 from distmega.kernels.tasks.fuse import Fused, FusedContraction, WeightStream, norms_of
 from distmega.program.types import Program, contracts
 
@@ -150,7 +150,7 @@ class Weights:
         """Refuses two vectors the second of which does not begin at the next multiple of
         VECTOR_MULTIPLE elements.
         """
-        size = -(-self.layout.tensors[one].num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        size = round_up(self.layout.tensors[one].num_bytes)
         if self.layout.offset(one) + size != self.layout.offset(following):
             raise unfit(f"vectors {one!r} and {following!r} apart from each other")
 
