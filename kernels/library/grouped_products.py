@@ -28,6 +28,7 @@ from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.events import GroupTiles, drains_groups_faster
 from distmega.kernels.library.limits import GROUP_ALIGNED, GROUP_DTYPES, has_tiles
 from distmega.kernels.runtime.ahead import launch
+from distmega.kernels.runtime.gpus import num_sms
 from distmega.program.ops.experts import GroupRange
 
 Schedule = Literal["auto", "static", "drained"]
@@ -156,7 +157,7 @@ def grouped_linear(
         first=groups.first, stop=groups.stop, columns=w.shape[1], depth=w.shape[2],
         row_tile=tiles.rows, column_tile=tiles.columns, item_bytes=x.element_size(),
     )  # fmt: skip
-    programs = tiles.programs * num_sms(x.device)
+    programs = tiles.programs * num_sms(x.device.index)
     drained = schedule == "drained" or (schedule == "auto" and chosen(shape, programs) == "drained")
     head = torch.zeros(1, dtype=torch.int32, device=x.device) if drained else offsets
     depth = min(tiles.depth, max(LEAST_DEPTH, triton.next_power_of_2(x.shape[1])))
@@ -186,11 +187,6 @@ def choose_tiles(num_rows: int, num_groups: int) -> ProductTiles:
 def chosen(shape: GroupTiles, programs: int) -> Schedule:
     """The schedule that is expected to end first over random routings."""
     return "drained" if drains_groups_faster(shape, programs) else "static"
-
-
-def num_sms(device: torch.device) -> int:
-    """SMs of a GPU."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _takes(x: Tensor, w: Tensor) -> bool:
