@@ -201,27 +201,3 @@ def _capacity(graph: EventGraph, grid: TaskGrid) -> int:
     most_groups = min(group.extent, rows)
     tiles = min((rows + most_groups * (row.size - 1)) // row.size, group.extent * row.num_tiles)
     return tiles * (grid.num_tasks // (group.num_tiles * row.num_tiles))
-
-
-def without_wait(queues: Queues, number: int) -> Queues:
-    """The queues without one of their waits, for tests of what finds that: numbers count those of
-    SMs, then those of regions.
-    """
-    left = number
-
-    def cut(events: tuple[EventId, ...]) -> tuple[EventId, ...]:
-        nonlocal left
-        here, left = left, left - len(events)
-        return events[:here] + events[here + 1 :] if 0 <= here < len(events) else events
-
-    def entry(each: Entry | Drain) -> Entry | Drain:
-        if isinstance(each, Drain):
-            return replace(each, first=cut(each.first))
-        return replace(each, first=cut(each.first), waits=cut(each.waits))
-
-    sms = tuple(tuple(map(entry, queue)) for queue in queues.sms)
-    regions = []
-    for region in queues.regions:
-        entries = tuple(e for e in map(entry, region.entries) if isinstance(e, Entry))
-        regions.append(replace(region, entries=entries))
-    return replace(queues, sms=sms, regions=tuple(regions))

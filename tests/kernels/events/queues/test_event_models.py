@@ -20,11 +20,12 @@ from distmega.kernels.events import (
     run_ranks,
 )
 from distmega.kernels.events.graph import EventId, TaskId
-from distmega.kernels.events.queues.assign import Dynamic, Entry, Queues, without_wait
+from distmega.kernels.events.queues.assign import Dynamic, Entry, Queues
 from distmega.models.decoder import build_decoder
 from distmega.program.types import Program, accesses
 from tests.e2e.running import relative_error
 from tests.hostir.programs import shard_tensors
+from tests.kernels.events.queues.broken import without_wait
 from tests.models.files import SPARSE_FAMILIES
 from tests.models.test_experts import (
     CONTEXT,

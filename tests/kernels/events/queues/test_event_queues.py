@@ -32,7 +32,6 @@ from distmega.kernels.events.queues.assign import (
     Queues,
     assign_tasks,
     drains_faster,
-    without_wait,
 )
 from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
@@ -44,6 +43,7 @@ from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from tests.calls import num_calls
 from tests.hostir.programs import run_program, shard_tensors
+from tests.kernels.events.queues.broken import without_wait
 from tests.kernels.events.test_events import GATHERED, rows_and_heads
 from tests.program.experts import moe_block
 
