@@ -1,9 +1,9 @@
 """From a configuration to everything that is decided before weights are read, without torch.
 
-Comes in: a configuration, a mesh, a Machine, options. Goes out: plans, host programs and compiled
-megakernels, the same on every rank of a stage. On a mesh with an axis `pp` the layers are cut into
-stages (sharding/stages.py), each planned on its own ranks; on any other there is one stage.
-engine.py runs them, cli/explain/ prints them.
+Comes in: a configuration, a mesh, a Machine, options. Goes out: plans, host programs and layouts of
+arenas, the same on every rank of a stage; opening.py compiles the kernels. On a mesh with an axis
+`pp` the layers are cut into stages (sharding/stages.py), each planned on its own ranks; on any
+other there is one stage. engine.py runs them, cli/explain/ prints them.
 """
 
 from collections.abc import Container, Iterator, Mapping

@@ -1,8 +1,9 @@
 """One rank of a running model: reads its part of the weights, then runs prefill and decode.
 
 Comes in: a ModelSource and a decode plan (decode_plan.py). Goes out: logits and tokens. Prefill
-runs library ops, one program a prompt length; decode launches one megakernel a token. Both share
-one weights arena and one KV cache. Next on the walk: opening.py.
+runs library ops, a program for each size of pass, which has rows of several prompts (prefill.py).
+Decode runs a megakernel, of several steps a launch on a GPU, or library ops where none can do the
+model (opening.py). Both share one weights arena and one KV cache. Next on the walk: opening.py.
 """
 
 import logging

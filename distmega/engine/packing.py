@@ -1,8 +1,8 @@
 """Which tokens of which prompts one pass of the model takes, and the inputs that say so.
 
-In: prompts by slot, a budget of tokens. Out: passes, each a list of Parts whose rows lie end to
-end. A prompt that does not fit into what is left of a budget is cut there, and goes on in the next
-pass: what came before is in its cache by then. Used by prefill.py.
+In: prompts by slot, a budget of tokens. Out: passes, each a list of PromptParts whose rows lie end
+to end. A prompt that does not fit into what is left of a budget is cut there, and goes on in the
+next pass: what came before is in its cache by then. Used by prefill.py.
 """
 
 from array import array

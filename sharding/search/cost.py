@@ -235,6 +235,7 @@ def copy_time_us(num_bytes: int, machine: DeviceRates) -> float:
 
 
 RESIDENCY_REDUCTIONS = 3
+"""All-reduces at whose time a matrix or state held whole is priced, for each op that uses it."""
 
 
 def residency_prices_us(program: Program, machine: DeviceRates) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Which tiles a matmul runs with, and how a collective goes with it: the least predicted time.
 
 In: extents, OverlapRates, the same on every rank, so that ranks choose alike. Out: `Tiles`, or None
-where the library's own matmul is expected to win, and a `MatmulChoice`. Next: cost.py.
+where the library's own matmul is expected to win, and a `MatmulChoice`. Next: ways.py.
 """
 
 from collections.abc import Iterator

@@ -100,7 +100,7 @@ class RowRunner(HopperSteps):
         timeout_s: float = LOCAL_LIMIT_S,
     ) -> None:
         """The arenas are uint8 tensors on the GPU that the layouts describe, weights in the order
-        of queues.order_weights. team: the ranks that share the segment, which must all make their
+        of plan/weight_order.py. team: the ranks that share the segment, which must all make their
         runner together. timeout_s: bound on any wait, which with a team may depend on a peer;
         without one LOCAL_LIMIT_S at most.
         """

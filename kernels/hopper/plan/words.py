@@ -126,7 +126,7 @@ class RowLinear:
     the epilogue takes.
 
     With EXPERT_ROWS, weight_row and pair_row are the first rows of the first expert, and row0 tells
-    which slots the units are of (plan.ExpertShape). With EXPERT_COLUMNS, each slice of columns is
+    which slots the units are of (types.ExpertShape). With EXPERT_COLUMNS, each slice of columns is
     that of its slot's expert, the matrix is RowQueues.expert_matrix, weight_row is of the first
     expert, and num_rows rows lie between an expert and the next.
     """

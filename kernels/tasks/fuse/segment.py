@@ -15,7 +15,7 @@ structure of ops and at who uses their results, never at names and never at one 
 - a gather of columns over ranks is a fused op of its own;
 - experts: the choice of them is a fused op, their first matrices with what joins them one
   contraction whose rows lie where the choice says, their last ones one whose columns do; what an
-  expert weighs stands before the last product, since it can be multiplied in on either side.
+  expert weighs stands before the last product, since it can be multiplied in on either side;
 - a chain that takes no product, or a norm or softmax that no contraction takes in, is pointwise
   work on rows, whose first argument may be normalised.
 
