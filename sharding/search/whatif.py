@@ -118,10 +118,11 @@ class WhatIf:
         others = {a: option for a, option in step.splits if a != axis}
         now = dict(step.splits).get(axis)
         found: list[Alternative] = []
-        for a, other in others.items() if now else ():
-            if now is not None and other.axis == now.axis:
-                reason = f"{a} divides {now.axis} too"
-                return [Alternative(axis=now.axis, option=None, bill=None, reason=reason)]
+        if now is not None:
+            for a, other in others.items():
+                if other.axis == now.axis:
+                    reason = f"{a} divides {now.axis} too"
+                    return [Alternative(axis=now.axis, option=None, bill=None, reason=reason)]
         for option in options.options:
             if option == now or (now is None and not option.axis):
                 continue
