@@ -32,8 +32,8 @@ DONE = CommHandle(lambda: None)
 
 
 class PeerMatmuls:
-    """See hostir.matmuls.Matmuls: one kernel each where asked for or quicker, else another way
-    through peer memory or NCCL. Every rank of the mesh makes one.
+    """See Matmuls of hostir/library/matmuls.py: one kernel each where asked for or quicker, else
+    another way through peer memory or NCCL. Every rank of the mesh makes one.
     """
 
     def __init__(self, comm: NcclCommunicator) -> None:
@@ -70,7 +70,7 @@ class PeerMatmuls:
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """See Matmuls. ProgramError from a call with what the kernel can't do."""
         comm, axis, overlap = self.comm, node.mesh_axis, True if node.forced else None
-        symmetric_buffer = self._opened[axis][-1]
+        workspace = self._opened[axis][-1]
         match node.kind:
             case "all_gather_matmul":
                 return lambda x, w: all_gather_matmul(
@@ -80,13 +80,13 @@ class PeerMatmuls:
                     axis,
                     replicated=node.replicated,
                     overlap=overlap,
-                    workspace=symmetric_buffer,
+                    workspace=workspace,
                     mixes=node.mixes or None,
                     is_final=is_final,
                 )
             case "matmul_reduce_scatter":
                 return lambda x, w: matmul_reduce_scatter(
-                    x, w, comm, axis, overlap=overlap, workspace=symmetric_buffer
+                    x, w, comm, axis, overlap=overlap, workspace=workspace
                 )
             case "matmul_all_reduce":
                 return lambda x, w: matmul_all_reduce(
@@ -95,13 +95,13 @@ class PeerMatmuls:
                     comm,
                     axis,
                     overlap=overlap,
-                    workspace=symmetric_buffer,
+                    workspace=workspace,
                     borrow=node.borrows,
                 )
 
     def compile_normed(self, node: FusedMatmul, norm: SumNorm) -> NormedProduct:
         """See Matmuls."""
-        symmetric_buffer = self._opened[node.mesh_axis][-1]
+        workspace = self._opened[node.mesh_axis][-1]
 
         def run(x: Tensor, w: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
             residual, weight, *bias = given
@@ -115,7 +115,7 @@ class PeerMatmuls:
                 node.mesh_axis,
                 kind=norm.kind,
                 eps=norm.eps,
-                workspace=symmetric_buffer,
+                workspace=workspace,
             )
 
         return run
