@@ -477,7 +477,7 @@ def _doctor(command: Doctor, console: Console) -> None:
     num_problems = sum(finding.state == "problem" for finding in findings)
     if num_problems:
         raise LaunchError(
-            f"{num_problems} problem{'s' * (num_problems > 1)} of this machine",
+            f"{counted(num_problems, 'problem')} of this machine",
             expected="none",
             remedy="follow the remedies above",
         )
