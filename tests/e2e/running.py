@@ -7,9 +7,9 @@ from distmega.launch.launchers import launch
 from tests.e2e.targets import Logits, Measure, Measured
 
 
-def run_measure(request: Measure, num_ranks: int, launcher: str = "local") -> Measured:
+def run_measure(request: Measure, num_ranks: int) -> Measured:
     """The result of rank 0 of a real job of `num_ranks` processes."""
-    options = LauncherOptions(launcher=launcher, num_ranks=num_ranks, timeout_s=120.0, device="cpu")
+    options = LauncherOptions(launcher="local", num_ranks=num_ranks, timeout_s=120.0, device="cpu")
     *_, last = launch("tests.e2e.targets:measure", request, options)
     assert isinstance(last, Result)
     assert isinstance(last.value, Measured)

@@ -1,7 +1,5 @@
 """Transformers on the GPU with the weights that an engine holds."""
 
-from dataclasses import replace
-
 import torch
 import transformers
 from torch import Tensor
@@ -42,15 +40,9 @@ def sliding(config: ModelConfig) -> dict[str, object]:
     }  # fmt: skip
 
 
-def reference_logits(
-    engine: Engine, ids: list[int], dtype: torch.dtype, *, windows: bool = True
-) -> Tensor:
-    """Logits [len(ids), vocab] of transformers computing in `dtype`, as float32. windows: whether
-    those of the engine's model apply.
-    """
+def reference_logits(engine: Engine, ids: list[int], dtype: torch.dtype) -> Tensor:
+    """Logits [len(ids), vocab] of transformers computing in `dtype`, as float32."""
     config = engine.decode_plan.config
-    if not windows:
-        config = replace(config, windows=())
     config_class, model_class = CLASSES[config.architecture]
     hf_config = config_class(
         hidden_size=config.hidden, num_hidden_layers=config.num_layers,

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.gpu
 WAYS = pytest.mark.parametrize("kernel_rows", [1, MAX_KERNEL_ROWS], ids=["graph", "kernel"])
 
 
-def open_many(name: str, batch: int, kernel_rows: int, max_context: int = 1024) -> Engine:
+def open_many(name: str, batch: int, kernel_rows: int) -> Engine:
     """An engine of so many sequences, by the kernel or by a graph of library ops."""
     mesh = DeviceMesh(tp=1)
-    options = EngineOptions(max_context=max_context, batch=batch, kernel_rows=kernel_rows)
+    options = EngineOptions(max_context=1024, batch=batch, kernel_rows=kernel_rows)
     comm = SingleCommunicator(mesh)
     engine = Engine(open_model(name), mesh, comm, options, device="cuda:0", logits="last")
     assert engine.uses_megakernel == (kernel_rows > 1)

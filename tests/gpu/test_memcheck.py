@@ -32,7 +32,7 @@ LIMIT_S = 280
 
 
 def run(
-    names: Sequence[str], *, checked: bool, kernels: str = "decode", limit_s: float = LIMIT_S
+    names: Sequence[str], *, checked: bool, kernels: str = "decode"
 ) -> subprocess.CompletedProcess[str]:
     """The programs of these names in a process of their own. kernels: a part of the names of those
     that are looked at.
@@ -44,7 +44,7 @@ def run(
         command = [SANITIZER, *options, "--error-exitcode", str(FOUND), *command]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=limit_s, check=False
+        command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
 
 
@@ -60,15 +60,15 @@ class Checked:
     text: str
 
 
-def check_one(name: str, limit_s: float = LIMIT_S) -> Checked:
+def check_one(name: str) -> Checked:
     """A program of SMALL; a run that lasts longer than its limit has no count."""
     taken, text = [], ""
     for checked in (False, True):
         start = time.monotonic()
         try:
-            done = run([name], checked=checked, kernels=SMALL[name][0], limit_s=limit_s)
+            done = run([name], checked=checked, kernels=SMALL[name][0])
         except subprocess.TimeoutExpired as error:
-            return Checked(name, -1, (*taken, limit_s, limit_s)[:2], f"{error}")
+            return Checked(name, -1, (*taken, LIMIT_S, LIMIT_S)[:2], f"{error}")
         taken.append(round(time.monotonic() - start, 1))
         text = describe([name], done)
     found = re.search(r"ERROR SUMMARY: (\d+) error", text)
@@ -77,10 +77,10 @@ def check_one(name: str, limit_s: float = LIMIT_S) -> Checked:
     return Checked(name, errors, (taken[0], taken[1]), text)
 
 
-def check_each(limit_s: float = LIMIT_S) -> list[Checked]:
+def check_each() -> list[Checked]:
     """All of SMALL, beside each other."""
     with ThreadPoolExecutor(len(SMALL)) as pool:
-        return list(pool.map(partial(check_one, limit_s=limit_s), SMALL))
+        return list(pool.map(check_one, SMALL))
 
 
 def table_of(found: Sequence[Checked]) -> str:

@@ -191,11 +191,9 @@ def without_dead_ops(program: Program) -> Program:
     return replace(program, name="random", ops=tuple(reversed(kept)), tensors=tensors)
 
 
-def plan_marked(
-    program: Program, mesh: DeviceMesh, seed: int, overlap: OverlapRequest = CHEAPEST
-) -> Plan:
+def plan_marked(program: Program, mesh: DeviceMesh, seed: int) -> Plan:
     """A plan under random annotations; those that can't be followed are left out one by one."""
-    return plan_following(program, mesh, random_marks(program, mesh, seed), overlap)[0]
+    return plan_following(program, mesh, random_marks(program, mesh, seed))[0]
 
 
 def plan_following(

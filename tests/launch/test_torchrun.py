@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
-def torchrun(*arguments: object, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """What it says, forked with torch loaded; it starts its ranks anew."""
-    options = ("--standalone", "--nproc-per-node", str(num_ranks), "-m", "tests.launch.command")
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """What it says with two ranks, forked with torch loaded; it starts its ranks anew."""
+    options = ("--standalone", "--nproc-per-node", "2", "-m", "tests.launch.command")
     return run_module("torch.distributed.run", *options, *map(str, arguments))
 
 

@@ -15,8 +15,8 @@ from distmega.sharding.stages import Stage, cut_positions, split_stages
 from tests.sharding.programs import decoder
 
 
-def stages_of(program: Program, num: int, fixed: dict[str, int] | None = None) -> tuple[Stage, ...]:
-    return split_stages(program, cut_positions(program, num, fixed))
+def stages_of(program: Program, num: int) -> tuple[Stage, ...]:
+    return split_stages(program, cut_positions(program, num))
 
 
 def bytes_of(stage: Stage) -> int:

@@ -59,8 +59,8 @@ class Pipeline:
         return [hosts[self.mesh.coordinate(rank)["pp"]] for rank in self.mesh.ranks]
 
 
-def decoder(num_tokens: int, logits: str = "none", config: ModelConfig = CONFIG) -> Program:
-    return build_decoder(config, num_tokens, CONTEXT, logits=logits)
+def decoder(num_tokens: int, logits: str = "none") -> Program:
+    return build_decoder(CONFIG, num_tokens, CONTEXT, logits=logits)
 
 
 def pipeline(
@@ -69,17 +69,16 @@ def pipeline(
     pp: int = 2,
     tp: int = 1,
     logits: str = "none",
-    config: ModelConfig = CONFIG,
     megakernel: bool = False,
 ) -> Pipeline:
     """A decoder whose micro-batches have these sizes, equal ones but for the last."""
     mesh = DeviceMesh(pp=pp, tp=tp)
-    cuts = cut_positions(decoder(1, config=config), pp)
+    cuts = cut_positions(decoder(1), pp)
     hosts, found = [], []
     for index in range(pp):
         parts = []
         for size in dict.fromkeys(sizes):
-            stage = split_stages(decoder(size, logits, config), cuts)[index]
+            stage = split_stages(decoder(size, logits), cuts)[index]
             local = localize(plan_program(stage.program, mesh.part("pp", index), CPU))
             host = lower_program(
                 replace(local, mesh=mesh), megakernel=megakernel, peer_memory=megakernel

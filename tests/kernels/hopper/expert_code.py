@@ -29,10 +29,9 @@ def expert_code(
     weighing: str,
     batch: int = 1,
     way: Experts = "tensor",
-    traced: bool = False,
 ) -> Machine:
-    """Of experts of this width, of which ranks have parts or whole ones; traced: of the kernel that
-    takes stamps. What they compile to does not depend on the number of layers.
+    """Of experts of this width, of which ranks have parts or whole ones. What they compile to does
+    not depend on the number of layers.
     """
     config = replace(
         PRESETS["qwen3-30b-a3b"],
@@ -58,9 +57,6 @@ def expert_code(
             state_arena=torch.empty(lowered.states.num_bytes, dtype=torch.uint8),
             team=LoneTeam(num_ranks) if num_ranks > 1 else None,
         )
-        if traced:
-            made.trace(1)
-        else:
-            made.run_steps(1)
+        made.run_steps(1)
     (code,) = launched
     return code

@@ -4,15 +4,15 @@ import pytest
 
 from distmega.kernels.machines import CPU, H100, H200, MACHINES
 from distmega.program.builder import ProgramBuilder
-from distmega.program.types import Op, Program
+from distmega.program.types import Op
 from distmega.sharding.search.cost import op_bytes, op_flops, op_time_us, residency_prices_us
 from tests.sharding.programs import decoder
 
 DECODER = decoder(rows=2, hidden=12, heads=3, group=2, head=4, ffn=10, vocab=11, context=8)
 
 
-def op_named(name: str, program: Program = DECODER) -> Op:
-    return next(op for op in program.ops if op.name == name)
+def op_named(name: str) -> Op:
+    return next(op for op in DECODER.ops if op.name == name)
 
 
 @pytest.mark.parametrize(

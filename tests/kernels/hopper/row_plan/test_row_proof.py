@@ -43,11 +43,11 @@ def gated_mlp(layers: int = 4, hidden: int = 256, ffn: int = 1024) -> Program:
     return p.build(x)
 
 
-def queues_of_program(program: Program, tp: int = 1, num_sms: int = 16) -> RowQueues:
+def queues_of_program(program: Program, tp: int = 1) -> RowQueues:
     local = localize(plan_program(program, DeviceMesh(tp=tp), H200)).program
     weights = layout_arena(Space.WEIGHT, order_weights(local))
     states = layout_arena(Space.STATE, local.with_role("state"))
-    return builder.build_queues(local, weights, states, num_sms)
+    return builder.build_queues(local, weights, states, 16)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

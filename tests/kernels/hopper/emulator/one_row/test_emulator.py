@@ -192,10 +192,10 @@ def change(queues: RowQueues, kind: type, name: str, **fields: int) -> RowQueues
     )
 
 
-def noticed(case: Case, queues: list[RowQueues], num: int = NUM_ORDERS) -> list[str]:
+def noticed(case: Case, queues: list[RowQueues]) -> list[str]:
     """What the emulator says of queues in several orders, where it says something."""
     values, found = decoder_values(case.program), []
-    for seed in range(num):
+    for seed in range(NUM_ORDERS):
         try:
             with_queues(case, queues).emulate(values, step_inputs(126, 3), seed)
         except CheckError as fault:
