@@ -15,7 +15,7 @@ from distmega.hostir.library import experts as library
 from distmega.kernels.library import grouped_products
 from distmega.kernels.library.grouped_products import ProductTiles, Schedule, grouped_linear
 from distmega.program.ops.experts import GroupRange
-from tests.kernels.library.packed_attention_interpreted import patch_tensors
+from tests.kernels.interpreting import patch_tensors
 
 TILES = (
     ProductTiles(rows=4, columns=16, depth=16, warps=4, stages=1, programs=2),

@@ -14,15 +14,7 @@ from triton.runtime import interpreter
 from distmega.hostir.library import ops as library
 from distmega.kernels.library import packed_attention
 from distmega.kernels.library.packed_attention import AttentionTiles, attend_packed
-
-PATCH_TENSORS = interpreter._patch_lang_tensor
-
-
-def patch_tensors(tensor: type, scope: interpreter._LangPatchScope) -> None:
-    """As Triton does, but bounds of loops are numbers under numpy 2.4 too."""
-    PATCH_TENSORS(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
+from tests.kernels.interpreting import patch_tensors
 
 SMALL = AttentionTiles(rows=16, keys=16, warps=4, stages=1)
 

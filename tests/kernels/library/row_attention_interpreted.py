@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 from distmega.hostir.library import ops as library
 from distmega.kernels.library import row_attention
 from distmega.kernels.library.row_attention import attend_each
-from tests.kernels.library.packed_attention_interpreted import patch_tensors
+from tests.kernels.interpreting import patch_tensors
 
 
 def error_of(

@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 from distmega.hostir.library import ops
 from distmega.kernels.library import short_attention
-from tests.kernels.library.packed_attention_interpreted import patch_tensors
+from tests.kernels.interpreting import patch_tensors
 
 CASES = (
     (1, 3, 1, 70, 70, 16, 16, (0, 2, 1, 3)),

@@ -15,7 +15,7 @@ from distmega.kernels.library import tiled_products
 from distmega.kernels.library.small_tiles import SmallTiles
 from distmega.kernels.library.tiled_products import TiledProduct
 from distmega.program import expr
-from tests.kernels.library.packed_attention_interpreted import patch_tensors
+from tests.kernels.interpreting import patch_tensors
 
 GELU = expr.parse("gelu(a0)")
 CASES = [

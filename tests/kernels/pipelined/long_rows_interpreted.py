@@ -21,7 +21,7 @@ from distmega.hostir.library.norms import normalise
 from distmega.kernels.pipelined.choices import KernelChoice
 from distmega.kernels.pipelined.families import Launch
 from distmega.kernels.pipelined.norms import norms
-from tests.kernels.library.packed_attention_interpreted import patch_tensors
+from tests.kernels.interpreting import patch_tensors
 from tests.kernels.pipelined.test_pipelined import H200
 
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-5}

@@ -25,15 +25,9 @@ from distmega.superopt.graph.arithmetic import Float
 from distmega.superopt.graph.interpret import run_graph
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.graph.ugraph import UGraph
+from tests.kernels.interpreting import patch_tensors
 
-PATCH_TENSORS = interpreter._patch_lang_tensor
 DOT = interpreter.InterpreterBuilder.create_dot
-
-
-def patch_tensors(tensor: type, scope: interpreter._LangPatchScope) -> None:
-    """As Triton does, but bounds of loops are numbers under numpy 2.4 too."""
-    PATCH_TENSORS(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def dot(

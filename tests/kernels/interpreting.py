@@ -1,0 +1,13 @@
+"""What kernels need under Triton's interpreter besides. Processes set TRITON_INTERPRET before they
+import this, since Triton reads it as it is imported.
+"""
+
+from triton.runtime import interpreter
+
+_PATCH_TENSORS = interpreter._patch_lang_tensor
+
+
+def patch_tensors(tensor: type, scope: interpreter._LangPatchScope) -> None:
+    """As Triton does, but bounds of loops are numbers under numpy 2.4 too."""
+    _PATCH_TENSORS(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
