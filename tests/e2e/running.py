@@ -1,6 +1,7 @@
 """Runs a Measure on ranks, and compares logits."""
 
 import numpy as np
+import torch
 
 from distmega.launch.contract import LauncherOptions, Result
 from distmega.launch.launchers import launch
@@ -14,6 +15,12 @@ def run_measure(request: Measure, num_ranks: int) -> Measured:
     assert isinstance(last, Result)
     assert isinstance(last.value, Measured)
     return last.value
+
+
+def token_ids(num: int) -> list[int]:
+    """Random tokens of the tiny models of tests/models/files.py, the same each time."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 288, (num,), generator=generator).tolist()
 
 
 def relative_error(found: Logits, expected: Logits) -> float:

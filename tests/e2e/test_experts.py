@@ -11,17 +11,12 @@ import pytest
 import torch
 
 from distmega.engine.requests import EngineOptions, Experts
-from tests.e2e.running import relative_error, run_measure
+from tests.e2e.running import relative_error, run_measure, token_ids
 from tests.e2e.targets import Logits, Measure
 from tests.models.files import SPARSE_FAMILIES
 
 TOLERANCE = 1e-4
 NUM_TOKENS, NUM_PREFILLED = 40, 32
-
-
-def token_ids() -> list[int]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, 288, (NUM_TOKENS,), generator=generator).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +30,7 @@ def expected_logits(name: str, root: Path) -> Logits:
     model = SPARSE_FAMILIES[name].build()
     model.save_pretrained(root / name)
     with torch.no_grad():
-        return model(torch.tensor([token_ids()])).logits[0].float().numpy()
+        return model(torch.tensor([token_ids(NUM_TOKENS)])).logits[0].float().numpy()
 
 
 def assert_equal_logits(
@@ -44,7 +39,7 @@ def assert_equal_logits(
     expected = expected_logits(name, root)
     request = Measure(
         model=str(root / name),
-        ids=token_ids(),
+        ids=token_ids(NUM_TOKENS),
         num_prefilled=NUM_PREFILLED,
         num_decoded=NUM_TOKENS - NUM_PREFILLED,
         seeds=seeds,

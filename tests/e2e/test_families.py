@@ -9,17 +9,12 @@ import pytest
 import torch
 
 from distmega.engine.requests import EngineOptions
-from tests.e2e.running import relative_error, run_measure
+from tests.e2e.running import relative_error, run_measure, token_ids
 from tests.e2e.targets import Logits, Measure, Measured
 from tests.models.files import FAMILIES
 
 TOLERANCE = 1e-4
 NUM_TOKENS, NUM_PREFILLED, NUM_SEEDS = 100, 80, 20
-
-
-def token_ids() -> list[int]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, 288, (NUM_TOKENS,), generator=generator).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +28,13 @@ def expected_logits(name: str, root: Path) -> Logits:
     model = FAMILIES[name].build()
     model.save_pretrained(root / name)
     with torch.no_grad():
-        return model(torch.tensor([token_ids()])).logits[0].float().numpy()
+        return model(torch.tensor([token_ids(NUM_TOKENS)])).logits[0].float().numpy()
 
 
 def measured(name: str, root: Path, num_ranks: int) -> Measured:
     request = Measure(
         model=str(root / name),
-        ids=token_ids(),
+        ids=token_ids(NUM_TOKENS),
         num_prefilled=NUM_PREFILLED,
         num_decoded=NUM_TOKENS - NUM_PREFILLED,
         seeds=range(NUM_SEEDS) if num_ranks == 1 else (0, 1),
