@@ -7,11 +7,14 @@ from functools import cache
 
 import pytest
 
+from distmega.engine.requests import MAX_KERNEL_ROWS, EngineOptions
 from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
+    BATCH,
     FIELD_WORDS,
+    MAX_ROWS,
     NORMED,
     PAIRED,
     BatchAttention,
@@ -66,6 +69,10 @@ def rows_read(task: BatchLinear | BatchLogits) -> list[int]:
             first = (task.pair_row if unit % 2 else task.weight_row) + unit // 2 * UNIT_ROWS
         rows += range(first, first + UNIT_ROWS)
     return rows
+
+
+def test_options_of_an_engine_have_the_kernels_rows():
+    assert (EngineOptions().kernel_rows, MAX_KERNEL_ROWS) == (BATCH, MAX_ROWS)
 
 
 @pytest.mark.parametrize("name", MODELS)
