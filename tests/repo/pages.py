@@ -34,10 +34,6 @@ class Block:
     reason: str = ""
 
     @property
-    def is_setup(self) -> bool:
-        return self.language == "setup"
-
-    @property
     def where(self) -> str:
         return f"{self.page}:{self.line}"
 
