@@ -139,6 +139,11 @@ class Op:
         """Extents of the axes by name."""
         return {axis.name: axis.extent for axis in self.axes}
 
+    @property
+    def num_reduced(self) -> int:
+        """Elements that each result is made of: the product of the extents of its reduce axes."""
+        return math.prod(axis.extent for axis in self.axes if axis.role == "reduce")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:

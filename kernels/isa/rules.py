@@ -112,7 +112,7 @@ def _linear_classes(op: Op) -> dict[str, str]:
 
 def _linear(context: Context, part: IterationBox) -> Instruction:
     out, sums = len(context.operands) - 1, part.dims["k"]
-    whole = math.prod(a.extent for a in context.op.axes if a.role == "reduce")
+    whole = context.op.num_reduced
     if math.prod(part.lengths("k")) != whole:
         raise unfit(
             context.op,
@@ -192,7 +192,7 @@ def _reduce_classes(op: Op) -> dict[str, str]:
 
 
 def _reduce(context: Context, part: IterationBox) -> Instruction:
-    if part.lengths("r") != (math.prod(a.extent for a in context.op.axes if a.role == "reduce"),):
+    if part.lengths("r") != (context.op.num_reduced,):
         raise unfit(
             context.op,
             "the reduced axes do not merge into one dim",

@@ -194,7 +194,7 @@ def tile_bytes(group: TaskGroup) -> float:
     extents = group.op.extents
     sizes = {split.axes: int(np.diff(split.bounds).max()) for split in group.splits}
     rows, columns = (sizes.get(side, math.prod(extents[n] for n in side)) for side in sides)
-    return _tile_clocks(rows, columns, _depth(group.op)) * CLOCK_BYTES
+    return _tile_clocks(rows, columns, group.op.num_reduced) * CLOCK_BYTES
 
 
 def _tiles(op: Op, num_sms: int) -> tuple[RangeSplit, ...]:
@@ -204,7 +204,7 @@ def _tiles(op: Op, num_sms: int) -> tuple[RangeSplit, ...]:
         return ()
     extents = op.extents
     num_m, num_n = (math.prod(extents[n] for n in side) for side in sides)
-    depth = _depth(op)
+    depth = op.num_reduced
 
     def cost(tile: tuple[int, int]) -> float:
         m, n = tile
@@ -229,11 +229,6 @@ def _sides(op: Op) -> tuple[tuple[str, ...], ...]:
         return ()
     num_m, num_n = (math.prod(extents[n] for n in side) for side in (x, w))
     return (tuple(x), tuple(w)) if min(num_m, num_n) >= LEAST_TILED else ()
-
-
-def _depth(op: Op) -> int:
-    """Elements of a sum."""
-    return math.prod(axis.extent for axis in op.axes if axis.role == "reduce")
 
 
 def _tile_clocks(rows: int, columns: int, depth: int) -> float:

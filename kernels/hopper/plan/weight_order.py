@@ -19,10 +19,7 @@ def matrix_columns(segment: Program) -> dict[str, int]:
     columns: dict[str, int] = {}
     for op in segment.ops:
         if contracts(op):
-            length = 1
-            for axis in op.axes:
-                length *= axis.extent if axis.role == "reduce" else 1
-            columns[op.reads[1].tensor] = length
+            columns[op.reads[1].tensor] = op.num_reduced
         elif kind_of(op).contracts:
             columns[op.reads[1].tensor] = op.extents["k"]
     return columns

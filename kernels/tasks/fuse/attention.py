@@ -6,7 +6,7 @@ Next on the walk: row_attention.py.
 from collections.abc import Container
 from itertools import accumulate
 
-from distmega.kernels.tasks.fuse.state import Fusion, does_not_fuse, norm_of, num_reduced, out_of
+from distmega.kernels.tasks.fuse.state import Fusion, does_not_fuse, norm_of, out_of
 from distmega.kernels.tasks.fuse.types import Fused, FusedAttention, InputNorm
 from distmega.program.kinds import kind_of
 from distmega.program.types import Op
@@ -97,7 +97,7 @@ def rotated(fusion: Fusion, user: Op, name: str) -> tuple[str, Op, str]:
 def head_norm(fusion: Fusion, name: str, user: Op, head_dim: int) -> Op | None:
     """The rms norm of each head that `name` is, if `user` alone takes it."""
     norm = fusion.producers.get(name)
-    if norm is None or norm.kind != "rms_norm" or num_reduced(norm) != head_dim:
+    if norm is None or norm.kind != "rms_norm" or norm.num_reduced != head_dim:
         return None
     return norm if fusion.only_user(name) is user else None
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from distmega.kernels.tasks.fuse.formulas import canonical, substitute
 from distmega.kernels.tasks.fuse.rows import formula_of, fuse_rows
-from distmega.kernels.tasks.fuse.state import Fusion, does_not_fuse, num_reduced, out_of
+from distmega.kernels.tasks.fuse.state import Fusion, does_not_fuse, out_of
 from distmega.kernels.tasks.fuse.types import (
     ExpertSlots,
     Fused,
@@ -163,7 +163,7 @@ def product_around(fusion: Fusion, op: Op) -> FusibleProduct:
         return expert_product(fusion, op)
     if not is_by_rows(op):
         raise does_not_fuse(op)
-    x, norm = fusion.normed(fusion.read(op, 0), num_reduced(op))
+    x, norm = fusion.normed(fusion.read(op, 0), op.num_reduced)
     out, num_ranks, ops = fusion.summed(op)
     return FusibleProduct(op=op, x=x, norm=norm, out=out, num_ranks=num_ranks, ops=ops)
 

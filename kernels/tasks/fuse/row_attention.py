@@ -21,7 +21,7 @@ from distmega.kernels.tasks.fuse.data_movement import (
     movements_to,
     source_of,
 )
-from distmega.kernels.tasks.fuse.state import Fusion, norm_of, num_reduced, out_of
+from distmega.kernels.tasks.fuse.state import Fusion, norm_of, out_of
 from distmega.kernels.tasks.fuse.types import Fused, FusedRowAttention, HeadsOfRows, InputNorm
 from distmega.program.kinds import kind_of
 from distmega.program.types import Op, packed_strides
@@ -182,7 +182,7 @@ def _norms_heads(op: Op, norm: Op) -> bool:
     """Whether an op is an rms norm, with a weight, of each head of an attention."""
     if norm.kind != "rms_norm" or len(norm.reads) < 3:
         return False
-    return num_reduced(norm) == op.extents["d"]
+    return norm.num_reduced == op.extents["d"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from distmega.kernels.tasks.fuse.formulas import canonical, substitute
-from distmega.kernels.tasks.fuse.state import Fusion, does_not_fuse, norm_of, num_reduced, out_of
+from distmega.kernels.tasks.fuse.state import Fusion, does_not_fuse, norm_of, out_of
 from distmega.kernels.tasks.fuse.types import Fused, FusedPointwise, InputNorm
 from distmega.program import expr
 from distmega.program.kinds import kind_of
@@ -50,7 +50,7 @@ def fuse_norm(fusion: Fusion, op: Op) -> FusedPointwise:
     plain = op.kind == "softmax"
     norm = InputNorm(weight="", eps=0.0, kind=op.kind) if plain else norm_of(op)
     return FusedPointwise(
-        name=op.name, x=fusion.read(op, 0), norm=norm, length=num_reduced(op), out=out_of(op)
+        name=op.name, x=fusion.read(op, 0), norm=norm, length=op.num_reduced, out=out_of(op)
     )
 
 

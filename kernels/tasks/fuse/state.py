@@ -4,7 +4,6 @@ In: a segment, and what contractions may take in. Filled by segment.py and the f
 Next on the walk: rows.py.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,7 +69,7 @@ class Fusion:
         pointwise ops read, and that linears can do.
         """
         op = self.producers.get(name) if self.joining.norms else None
-        wanted = op is not None and kind_of(op).scales_elements and num_reduced(op) == length
+        wanted = op is not None and kind_of(op).scales_elements and op.num_reduced == length
         if op is None or not wanted or len(op.reads) == 2:
             return name, None
         users = self.users.get(name, [])
@@ -137,11 +136,6 @@ def norm_of(op: Op) -> InputNorm:
     assert isinstance(eps, float)
     weight, bias = ([read.tensor for read in op.reads[2:]] + ["", ""])[:2]
     return InputNorm(weight=weight, eps=eps, kind=op.kind, bias=bias)
-
-
-def num_reduced(op: Op) -> int:
-    """Elements that each result is made of."""
-    return math.prod(axis.extent for axis in op.axes if axis.role == "reduce")
 
 
 def does_not_fuse(op: Op) -> UnsupportedError:
