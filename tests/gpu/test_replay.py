@@ -18,7 +18,7 @@ from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.planner import plan_program
 from tests.gpu.engines import open_engine, random_model
-from tests.hostir.programs import run_program, shard_tensors
+from tests.hostir.programs import inputs_of, run_program, shard_tensors
 from tests.hostir.streams import planned, small_integers
 
 pytestmark = pytest.mark.gpu
@@ -49,10 +49,6 @@ def random_values(step: CompiledProgram, seed: int) -> dict[str, Tensor]:
             x = torch.randn(buffer.shape, generator=generator, device=DEVICE)
             found[buffer.name] = (x * buffer.shape[-1] ** -0.5).to(torch_dtype(buffer.dtype))
     return found
-
-
-def inputs_of(step: CompiledProgram, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {b.name: values[b.name] for b in step.host.buffers if b.role == "input"}
 
 
 @pytest.mark.parametrize("name", MODELS)

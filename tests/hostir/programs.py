@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from distmega.compiled import CompiledProgram
 from distmega.errors import CheckError
 from distmega.hostir.check.check import check_host
 from distmega.hostir.ir.nodes import (
@@ -145,6 +146,11 @@ def random_tensors(host: HostProgram, seed: int = 0) -> dict[str, Tensor]:
         for b in host.buffers
         if b.role != "temp"
     }
+
+
+def inputs_of(step: CompiledProgram, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the values that are inputs of a program."""
+    return {b.name: values[b.name] for b in step.host.buffers if b.role == "input"}
 
 
 def run_program(

@@ -26,6 +26,7 @@ from distmega.kernels.runtime.streams.signals import open_signals
 from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.placements import shard, stream
 from distmega.sharding.planner import plan_program
+from tests.hostir.programs import inputs_of
 from tests.multigpu.ranks import ON_GPUS, TIMEOUT_S, RanksFailed
 from tests.multigpu.test_faults import open_small, start
 
@@ -81,10 +82,6 @@ def values_of(step: CompiledProgram, seed: int) -> dict[str, Tensor]:
         whole = torch.tensor([seed % 16]) if tensor.dtype == "i64" else x
         wholes[tensor.name] = whole.to(torch_dtype(tensor.dtype))
     return step.parts(wholes)
-
-
-def inputs_of(step: CompiledProgram, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {b.name: values[b.name] for b in step.host.buffers if b.role == "input"}
 
 
 def run_models(comm: Communicator) -> None:

@@ -18,6 +18,7 @@ from distmega.hostir.run.cuda_graph import GraphMemory
 from distmega.hostir.run.deadline import Deadline
 from tests.calls import num_calls
 from tests.hostir.graphs import Event, RecordedGraph, Stream, in_capture, record_graphs
+from tests.hostir.programs import inputs_of
 
 ONE = DeviceMesh(tp=1)
 MOST_CALLS = 40
@@ -76,10 +77,6 @@ def values(step: CompiledProgram, seed: int) -> dict[str, Tensor]:
     }
 
 
-def inputs(step: CompiledProgram, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {b.name: given[b.name] for b in step.host.buffers if b.role == "input"}
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_replays_give_what_single_nodes_give(name: str, graphs: list[RecordedGraph]):
     program = PROGRAMS[name]()
@@ -87,7 +84,7 @@ def test_replays_give_what_single_nodes_give(name: str, graphs: list[RecordedGra
     ours = values(step, 0)
     theirs = {each: x.clone() for each, x in ours.items()}
     for number in range(5):
-        new = inputs(step, values(step, number))
+        new = inputs_of(step, values(step, number))
         found = step(new if number else ours | new, inplace=number % 2 == 1)
         expected = nodes(new if number else theirs | new)
         assert all(torch.equal(x, expected[each]) for each, x in found.items())
@@ -102,9 +99,9 @@ def test_outputs_are_the_callers_unless_asked_for_in_place(graphs: list[Recorded
     step = opened(PROGRAMS["mixer"]())
     (first,) = step(values(step, 0)).values()
     kept = first.clone()
-    (there,) = step(inputs(step, values(step, 1)), inplace=True).values()
+    (there,) = step(inputs_of(step, values(step, 1)), inplace=True).values()
     assert torch.equal(first, kept)
-    (again,) = step(inputs(step, values(step, 2)), inplace=True).values()
+    (again,) = step(inputs_of(step, values(step, 2)), inplace=True).values()
     assert again is there
 
 
@@ -164,7 +161,7 @@ def test_programs_are_captured_anew_while_outputs_in_place_are_held(
     if not is_alone:
         other(values(other, 0))
     for number in range(3):
-        step.bind(inputs(step, values(step, number)))
+        step.bind(inputs_of(step, values(step, number)))
         held.append(step({}, inplace=True))
         assert step.stats.replayed, step.stats.reason
     assert len({graph.pool for graph in graphs}) == (4 if is_alone else 1)
@@ -191,7 +188,7 @@ def test_a_capture_that_fails_leaves_others_their_graphs(graphs: list[RecordedGr
     other = opened(PROGRAMS["counting"]())
     other(values(other, 0))
     assert other.stats.replayed, other.stats.reason
-    held.bind(inputs(held, values(held, 1)))
+    held.bind(inputs_of(held, values(held, 1)))
     held({})
     assert held.stats.replayed, held.stats.reason
     assert graphs[0].pool != graphs[-1].pool
@@ -250,7 +247,7 @@ def host_calls(layers: int, num_inputs: int) -> int:
     step._deadline = Deadline("calls", 1e6)
     given = values(step, 0)
     step(given)
-    new = inputs(step, given)
+    new = inputs_of(step, given)
     step(new)
     return num_calls(lambda: step(new))
 
@@ -271,7 +268,7 @@ def test_bound_inputs_cost_the_host_nothing(monkeypatch: pytest.MonkeyPatch):
     copied = num_calls(lambda: step({"x": torch.zeros(1, 4)}, inplace=True))
     assert num_calls(lambda: step({}, inplace=True)) < copied
     assert num_calls(lambda: step({}, inplace=True)) <= MOST_CALLS_BOUND
-    bound = inputs(step, values(step, 0))
+    bound = inputs_of(step, values(step, 0))
     step.bind(bound)
     step(bound)
     given = num_calls(lambda: step(bound, inplace=True))
@@ -285,7 +282,7 @@ def test_calls_make_no_events(monkeypatch: pytest.MonkeyPatch):
     step(given)
     made, marks = Event.made, step._deadline._events
     for _ in range(3):
-        step(inputs(step, given))
+        step(inputs_of(step, given))
     assert Event.made == made
     assert sum(mark.num_recorded for mark in marks) == 4
 
