@@ -6,19 +6,17 @@ the CPU path needs no triton. Next on the walk: hopper/one_row/runner.py.
 """
 
 from collections.abc import Callable, Container
-from contextlib import suppress
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from distmega.errors import UnsupportedError, counted
+from distmega.errors import UnsupportedError
 from distmega.kernels import late
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.plan.encoded import EncodedQueues, fold_queues, unfold_queues
-from distmega.kernels.hopper.plan.matrices import count_rows
 from distmega.kernels.hopper.plan.types import RowQueues
+from distmega.kernels.hopper.queues import Queues, plan_queues
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
 from distmega.kernels.runtime.stepping import StepKernelRunner
@@ -26,7 +24,6 @@ from distmega.kernels.runtime.symmetric import Team
 from distmega.kernels.tasks.mode import Mode
 from distmega.program.types import Program
 
-Queues = RowQueues | BatchQueues
 FoldedQueues = tuple[RowQueues, EncodedQueues] | BatchQueues
 """Queues as they are kept; see hopper/plan/encoded.py."""
 
@@ -60,40 +57,21 @@ def plan_hopper(
     divided: Container[str] = (),
     most_rows: int = BATCH,
 ) -> Queues:
-    """What a kernel for Hopper GPUs is to do on this rank: that of one row, or that of several,
-    which does one row where the first can't. UnsupportedError for a GPU or a segment that they
-    can't do. team: the ranks that share it; nothing is asked of them. mode: see build_queues;
-    several rows have one event an op in either. divided: tensors of which each rank has another
-    part. most_rows: see build_batch_queues.
+    """plan_queues for a GPU; UnsupportedError for one that the kernels don't run on, too. team: the
+    ranks that share the segment; nothing is asked of them.
     """
     team_rank, num_ranks = (team.team_rank, team.size) if team else (0, 1)
-    all_sms = require_hopper(device)
-    several = partial(
-        late.build_batch_queues, segment, weights, states, all_sms, team_rank, divided, most_rows
+    return plan_queues(
+        segment,
+        weights,
+        states,
+        require_hopper(device),
+        team_rank=team_rank,
+        num_ranks=num_ranks,
+        mode=mode,
+        divided=divided,
+        most_rows=most_rows,
     )
-    one = partial(
-        late.build_queues, segment, weights, states, all_sms, team_rank, mode, divided=divided
-    )
-    queues: Queues = several() if count_rows(segment) > 1 else first_that_can(one, several)
-    if queues.num_ranks != num_ranks:
-        raise UnsupportedError(
-            f"a segment of {counted(queues.num_ranks, 'rank')} on {num_ranks}",
-            expected="as many ranks as the segment was planned for",
-            remedy="plan and run with the same mesh",
-        )
-    return queues
-
-
-def first_that_can(one: Callable[[], RowQueues], several: Callable[[], BatchQueues]) -> Queues:
-    """The queues of the first kernel that does a segment; the UnsupportedError of the first where
-    neither does.
-    """
-    try:
-        return one()
-    except UnsupportedError as refused:
-        with suppress(UnsupportedError):
-            return several()
-        raise refused from None
 
 
 def require_hopper(device: torch.device) -> int:

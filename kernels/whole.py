@@ -36,12 +36,12 @@ from distmega.kernels.hopper.batch_plan.words import BATCH
 from distmega.kernels.hopper.plan.matrices import count_rows
 from distmega.kernels.hopper.plan.types import unfit
 from distmega.kernels.hopper.plan.weight_order import order_weights
+from distmega.kernels.hopper.queues import Queues
 from distmega.kernels.isa.lowering import why_not_encodable
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.records.specs import find_specs
 from distmega.kernels.runners import (
     FoldedQueues,
-    Queues,
     fold,
     open_hopper,
     plan_hopper,

@@ -28,9 +28,9 @@ from distmega.hostir.lower.join_products import first_covered
 from distmega.hostir.run.deadline import graph_limit_s
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
 from distmega.kernels import late as kernels_late
+from distmega.kernels.hopper.queues import Queues
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.runners import (
-    Queues,
     fold,
     open_hopper,
     plan_hopper,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 import shutil
 import struct
@@ -16,6 +17,7 @@ import pytest
 
 from distmega.cli.explain import (
     ExplainReport,
+    collect,
     collect_decode,
     usual_machine,
     write_page,
@@ -29,12 +31,18 @@ from distmega.cli.explain.timeline import predict_timeline
 from distmega.cli.main import main
 from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
 from distmega.engine.requests import EngineOptions
+from distmega.errors import UnsupportedError
+from distmega.kernels.hopper.queues import Queues
 from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import CPU, H200
 from distmega.kernels.megakernel import compile_megakernel
+from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.models.presets import PRESETS
+from distmega.program.types import Program
+from distmega.torch_import.huggingface.decoders import open_decoder
 from tests.hostir.programs import streamed
 from tests.repo.source import ROOT
+from tests.torch_import.recurrent_families import RECURRENT
 
 FALLBACK = "the search prices whole plans"
 
@@ -301,6 +309,43 @@ def test_tasks_and_events_are_those_that_a_gpu_runs():
     assert not many.stages[0].host.segments
     text = dict(write_report(many))["task graph, as each launch runs it"]
     assert text == "none: library ops, since the persistent kernel can't do 100 rows"
+
+
+@pytest.mark.parametrize(
+    ("batch", "kernel_rows", "means"),
+    [(32, 64, "one kernel of "), (32, 16, "library ops, "), (2, 1, "library ops, ")],
+)
+def test_as_many_rows_as_asked_for_are_one_kernel(batch, kernel_rows, means):
+    config = replace(PRESETS["qwen3-0.6b"], num_layers=1)
+    options = EngineOptions(batch=batch, kernel_rows=kernel_rows, max_context=256)
+    report = collect_decode("small", config, model_mesh(1, 1), H200, options)
+    assert report.stages[0].runs_as.startswith(means)
+
+
+def test_recurrent_states_have_no_kernel():
+    """No step of theirs runs ahead, as those of a kernel do."""
+    config = open_decoder(RECURRENT["lfm2"](random.Random(0)))
+    report = collect_decode("lfm2", config, model_mesh(1, 1), H200, EngineOptions(max_context=32))
+    assert config.recurrent_states
+    assert report.stages[0].runs_as == (
+        "library ops, since no step with recurrent states runs ahead"
+    )
+
+
+def test_no_stage_has_a_kernel_where_one_has_none(monkeypatch):
+    """Stages open their kernels together, or none does."""
+    config, options = replace(PRESETS["qwen3-0.6b"], num_layers=2), EngineOptions(max_context=256)
+    plan = collect.plan_queues
+
+    def plan_first(segment: Program, *layouts: ArenaLayout | int, **options: object) -> Queues:
+        if segment.outputs == ("next",):
+            raise UnsupportedError("the last stage", expected="another", remedy="none")
+        return plan(segment, *layouts, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(collect, "plan_queues", plan_first)
+    report = collect_decode("small", config, model_mesh(1, 2), H200, options)
+    assert [stage.runs_as for stage in report.stages] == ["library ops, since the last stage"] * 2
+    assert not any(stage.one_kernel for stage in report.stages)
 
 
 def test_figures_of_a_batch_are_of_a_step():

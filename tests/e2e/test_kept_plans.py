@@ -20,9 +20,10 @@ from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels import whole
 from distmega.kernels.hopper.plan.encoded import encode_queues
 from distmega.kernels.hopper.plan.types import RowQueues
+from distmega.kernels.hopper.queues import Queues
 from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import H200
-from distmega.kernels.runners import Queues, fold, unfold
+from distmega.kernels.runners import fold, unfold
 from distmega.kernels.whole import WholePlan
 from distmega.models.config import ModelConfig
 from distmega.program.builder import ProgramBuilder

@@ -35,11 +35,7 @@ from distmega.errors import UnsupportedError, counted
 from distmega.hostir.ir.nodes import HostProgram, LibraryOp, walk_nodes
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.run.host_cost import count_instructions
-from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
-from distmega.kernels.hopper.batch_plan.types import BatchQueues
-from distmega.kernels.hopper.plan.matrices import count_rows
-from distmega.kernels.hopper.plan.types import RowQueues
-from distmega.kernels.hopper.row_plan.queues import build_queues
+from distmega.kernels.hopper.queues import Queues, plan_queues
 from distmega.kernels.machines import CPU, H200
 from distmega.kernels.tasks.expand import expand_segment, team_size
 from distmega.kernels.tasks.graph import build_task_graph
@@ -61,6 +57,9 @@ from distmega.sharding.search.cost import Machine
 from distmega.sharding.search.whatif import WhatIf
 from distmega.superopt.rewrite import explain_op, rules_of_ops
 
+Kernel = tuple[Queues | None, str]
+"""The queues of the one kernel that does a decode step on the machine, None where others do, and
+what does it."""
 GPU_BYTES = 10**9
 """Of weights in bf16: a built-in model that has more is planned for GPUs unless asked otherwise."""
 
@@ -91,14 +90,18 @@ def collect_decode(
     every choice and every op. Raises PlanError where `mesh` or the limit
     can't be used, RequestError for options that the model can't have.
     """
-    stages = []
+    decodes = []
     for index in range(num_stages_of(mesh)):
         staged = plan_decode(
             config, mesh, machine, options, memory_limit_bytes=memory_limit_bytes, index=index
         )
         peer_memory = options.collectives != "host"
-        decode = lower_decode(config, staged, options, peer_memory=peer_memory)
-        stages.append(_stage(index, decode, full))
+        decodes.append(lower_decode(config, staged, options, peer_memory=peer_memory))
+    kernels = _gpu_kernels(decodes)
+    stages = [
+        _stage(index, decode, kernel, full)
+        for index, (decode, kernel) in enumerate(zip(decodes, kernels, strict=True))
+    ]
     return ExplainReport(
         model=model,
         machine=machine.name,
@@ -109,11 +112,11 @@ def collect_decode(
     )
 
 
-def _stage(index: int, decode: DecodePlan, full: bool) -> StageFacts:
+def _stage(index: int, decode: DecodePlan, kernel: Kernel, full: bool) -> StageFacts:
     plan, machine = decode.staged.plan, decode.machine
     fused_us = {one.pair.result: dict(one.times_us).get(one.way, 0.0) for one in plan.overlaps}
     memory = plan.memory
-    queues, runs_as = _gpu_queues(decode)
+    queues, runs_as = kernel
     return StageFacts(
         index=index,
         ranks=plan.mesh.axes,
@@ -142,19 +145,32 @@ def _stage(index: int, decode: DecodePlan, full: bool) -> StageFacts:
     )
 
 
-def _gpu_queues(decode: DecodePlan) -> tuple[RowQueues | BatchQueues | None, str]:
-    """The queues of the one kernel that does a decode step on the machine, None where others do,
-    and what does it.
-    """
-    segments, num_sms = decode.host.segments, decode.machine.num_sms
+def _gpu_kernels(decodes: Sequence[DecodePlan]) -> list[Kernel]:
+    """Of each stage; without a kernel in all where one has none, as in the engine."""
+    found = [_gpu_kernel(decode) for decode in decodes]
+    refused = next((kernel for kernel in found if kernel[0] is None), None)
+    return [refused] * len(found) if refused else found
+
+
+def _gpu_kernel(decode: DecodePlan) -> Kernel:
+    segments, options, plan = decode.host.segments, decode.options, decode.staged.plan
     if decode.machine == CPU:
         count = counted(len(segments), "segment")
         return None, f"{count} by the interpreter of queues"
+    if decode.config.recurrent_states:
+        return None, "library ops, since no step with recurrent states runs ahead"
     if len(segments) != 1:
         return None, f"library ops, since a step is {counted(len(segments), 'segment')}"
-    build = build_batch_queues if count_rows(segments[0]) > 1 else build_queues
     try:
-        queues = build(segments[0], decode.weights, decode.states, num_sms)
+        queues = plan_queues(
+            segments[0],
+            decode.weights,
+            decode.states,
+            decode.machine.num_sms,
+            num_ranks=plan.mesh.num_ranks,
+            mode=options.events,
+            most_rows=options.kernel_rows,
+        )
     except UnsupportedError as error:
         return None, f"library ops, since {error.found}"
     return (
@@ -327,7 +343,7 @@ def _host(
     )
 
 
-def _tasks(decode: DecodePlan, queues: RowQueues | BatchQueues | None) -> list[SegmentFacts]:
+def _tasks(decode: DecodePlan, queues: Queues | None) -> list[SegmentFacts]:
     """The tasks that a decode step runs on a rank: of its one kernel on a GPU, of the interpreter
     on a CPU; none where library ops do it.
     """
