@@ -211,7 +211,7 @@ class Resolver:
         extents = {option.axis: option.chunk for _, option in splits}
         return OpCost(
             num_bytes=op_bytes(op, self.tensors, extents),
-            flops=op_flops(op, extents),
+            flops=op_flops(op, extents, self.tensors),
             time_us=op_time_us(op, self.tensors, self.machine, extents),
         )
 

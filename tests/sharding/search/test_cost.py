@@ -5,7 +5,10 @@ import pytest
 from distmega.kernels.machines import CPU, H100, H200, MACHINES
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Op
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.planner import plan_program
 from distmega.sharding.search.cost import op_bytes, op_flops, op_time_us, residency_prices_us
+from tests.program.experts import moe_block
 from tests.sharding.programs import decoder
 
 DECODER = decoder(rows=2, hidden=12, heads=3, group=2, head=4, ffn=10, vocab=11, context=8)
@@ -40,6 +43,15 @@ def test_a_part_of_an_op_costs_its_part():
     op, tensors = op_named("layers.0.gate"), DECODER.tensor_map()
     assert op_bytes(op, tensors, {"n": 5}) == 4 * (2 * 12 + 5 * 12 + 2 * 5)
     assert op_flops(op, {"n": 5}) * 2 == op_flops(op)
+
+
+def test_a_plan_counts_the_rows_that_experts_have():
+    """6 rows of 2 experts each: 12 of 8 elements, a gate of 12 and a product with it."""
+    program = moe_block(rows=6, hidden=8, num=2, ffn=12)
+    plan = plan_program(program, DeviceMesh(), CPU)
+    flops = {step.op.name: step.cost.flops for step in plan.decisions}
+    assert flops["gate"] == flops["up"] == flops["down"] == 2 * 12 * 8 * 12
+    assert flops["mixed"] == 2 * 12 * 12
 
 
 def test_a_concat_reads_each_operand_once():
