@@ -892,17 +892,23 @@ def compile_plan(
     warm, megakernel, rules as in CompiledProgram.
 
     All ranks call it, at the same point. MeshError where the job has other ranks, ProgramError for
-    what is no plan and no context, RequestError for a GPU that this machine hasn't.
+    what is no plan and no context, RequestError for a GPU that this machine hasn't;
+    UnsupportedError as of CompiledProgram, on all ranks, after which nothing stays open.
     """
     _require_plan(plan)
+    _require_choices(megakernel, rules, replay=replay, warm=warm)
     comm = open_communicator(context, plan.mesh, native=True)
-    return CompiledProgram(
-        plan,
-        comm,
-        context.device,
-        replay=replay,
-        warm=warm,
-        megakernel=megakernel,
-        rules=rules,
-        closes_comm=True,
-    )
+    try:
+        return CompiledProgram(
+            plan,
+            comm,
+            context.device,
+            replay=replay,
+            warm=warm,
+            megakernel=megakernel,
+            rules=rules,
+            closes_comm=True,
+        )
+    except UnsupportedError:  # which all ranks raise; peers may not come to close after others
+        comm.close()
+        raise

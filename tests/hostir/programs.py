@@ -189,6 +189,14 @@ class SegmentRunner:
             tensors[name].copy_(found[name])
 
 
+def flipped() -> Program:
+    """An operator of torch's, which no megakernel does."""
+    p = ProgramBuilder("flips")
+    call = '[[{"tensor": 0}, [1]], {}, [0]]'
+    x = p.input("x", (2, 8))
+    return p.build(*p.opaque("aten.flip.default", call, [x], [((2, 8), "f32")], name="turned"))
+
+
 def attention_block(num_tokens: int) -> Program:
     """Embedding, one attention layer with 3 kv heads of 2 query heads, and the next token."""
     p = ProgramBuilder("block")

@@ -18,7 +18,7 @@ from distmega.engine.engine import Engine
 from distmega.engine.ranks.context import RankContext
 from distmega.engine.ranks.jobs import open_engine
 from distmega.engine.requests import EngineOptions
-from distmega.errors import ProgramError, RankFailure
+from distmega.errors import ProgramError, RankFailure, UnsupportedError
 from distmega.hostir.check.check import check_host
 from distmega.hostir.comm import communicator
 from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
@@ -39,6 +39,7 @@ from tests.hostir.programs import (
     SegmentRunner,
     attention_block,
     block_tensors,
+    flipped,
     random_tensors,
     run_program,
     shard_tensors,
@@ -131,8 +132,8 @@ def open_often(rank: int, num_ranks: int) -> None:
 
 
 def close_often(rank: int, num_ranks: int) -> None:
-    """What is closed leaves no threads and no sockets at once, though it is kept; a program beside
-    it runs on.
+    """What is closed leaves no threads and no sockets at once, though it is kept, nor does what no
+    megakernel does; a program beside it runs on.
     """
     mesh = DeviceMesh(tp=num_ranks)
     plan = plan_program(attention_block(5), mesh, CPU)
@@ -144,8 +145,9 @@ def close_often(rank: int, num_ranks: int) -> None:
     parts = kept.parts(block_tensors(5))
     expected, *_ = kept(parts).values()
     source, options = open_model("tiny-llama"), EngineOptions(max_context=32)
+    refused = plan_program(flipped(), mesh, CPU)
     closed: list[CompiledProgram | Engine | GlooCommunicator] = []
-    used = []
+    refusals, used = [], []
     for _ in range(8):
         step = compile_plan(plan, context)
         found, *_ = step(parts).values()
@@ -156,6 +158,9 @@ def close_often(rank: int, num_ranks: int) -> None:
         for one in mine:
             one.close()
         closed += mine
+        with pytest.raises(UnsupportedError, match="op 'turned'") as refusal:
+            compile_plan(refused, context, megakernel=True)
+        refusals.append(refusal)  # which keep what it was compiled with
         used.append(len(os.listdir("/proc/self/task")) + len(os.listdir("/proc/self/fd")))
     assert used[-1] <= used[1] + 3, used
     for one in closed:

@@ -19,6 +19,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, replicate, shard, stream
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
+from tests.hostir.programs import flipped
 from tests.hostir.threads import ThreadCommunicator, Wires
 
 MESH = DeviceMesh(tp=1)
@@ -276,10 +277,7 @@ def test_a_program_that_is_not_planned_is_refused():
 
 
 def test_what_no_kernel_does_is_named():
-    p = ProgramBuilder("flips")
-    x = p.input("x", (2, 8))
-    call = '[[{"tensor": 0}, [1]], {}, [0]]'
-    program = p.build(*p.opaque("aten.flip.default", call, [x], [((2, 8), "f32")], name="turned"))
+    program = flipped()
     found = r"op 'turned' of kind opaque: .*\(r0_0 2, r0_1 8, w0_0 2, w0_1 8\).*softmax"
     with pytest.raises(UnsupportedError, match=found):
         compiled(program, megakernel=True)
