@@ -116,7 +116,7 @@ def compile_megakernel(
 
     weights, states: layouts of arenas that the segment shares with other programs; without them it
     gets its own. Raises PlanError if these lack a tensor, VerifyError and CheckError if the segment
-    can't be run safely, ProgramError for an op that is not encodable.
+    can't be run safely, UnsupportedError for an op that is not encodable.
     """
     stages: list[tuple[str, float]] = []
 

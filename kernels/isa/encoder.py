@@ -119,8 +119,8 @@ class RowTable:
 def encode(schedule: Schedule, layout: SegmentLayout, mesh_axes: MeshAxes = ()) -> Encoded:
     """Device words of a schedule.
 
-    Raises ProgramError for an op without instructions and CheckError for waits that no team of
-    ranks can satisfy.
+    Raises UnsupportedError for an op without instructions or a float beyond its word, ProgramError
+    for a size or stride beyond it, CheckError for waits that no team of ranks can satisfy.
     """
     constants = Constants()
     records = _encode_groups(schedule.graph.groups, layout.operands, mesh_axes, constants)

@@ -9,7 +9,7 @@ has instructions at all; hostir keeps the others as library ops. Next on the wal
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from distmega.errors import ProgramError, counted
+from distmega.errors import UnsupportedError, counted
 from distmega.kernels.isa.opcodes import Instruction, Nop
 from distmega.kernels.isa.rules import COMPUTE_RULES, Context, LoweringRule, all_axes
 from distmega.kernels.isa.rules_group import GROUP_RULES
@@ -34,8 +34,8 @@ megakernel.
 def lower_group(
     group: TaskGroup, operands: Sequence[Operand], mesh_axes: tuple[str, ...], expression: int
 ) -> list[list[Instruction]]:
-    """Instructions of each task of a group; `operands` in access order. Raises ProgramError where
-    there are none.
+    """Instructions of each task of a group; `operands` in access order. Raises UnsupportedError
+    where there are none.
 
     mesh_axes: names of the mesh axes, in order. expression: place of the op's pointwise program in
     the constant table.
@@ -81,7 +81,7 @@ def why_not_encodable(
     strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     *,
     most: int,
-) -> ProgramError | None:
+) -> UnsupportedError | None:
     """None if an op has at most so many instructions, else what is in the way. strides: as in
     is_encodable.
     """
@@ -95,7 +95,7 @@ def why_not_encodable(
             ]
             (instructions,) = lower_group(TaskGroup(op=one), operands, mesh_axes, 0)
             num += len(instructions)
-    except ProgramError as error:
+    except UnsupportedError as error:
         return error
     return None if num <= most else unfit(op, counted(num, "instruction"), f"at most {most}")
 

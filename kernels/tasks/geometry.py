@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from distmega.errors import ProgramError
+from distmega.errors import UnsupportedError
 from distmega.kernels.runtime.arena import Operand, axis_strides
 from distmega.kernels.tasks.regions import split_digits, tile_intervals
 from distmega.kernels.tasks.types import TaskGroup
@@ -192,9 +192,9 @@ def both(one: Clip, other: Clip) -> Clip:
     return dict(one) | {name: _narrow(values, one.get(name)) for name, values in other.items()}
 
 
-def unfit(op: Op, found: str, expected: str) -> ProgramError:
+def unfit(op: Op, found: str, expected: str) -> UnsupportedError:
     """The error for an op that no instruction can express; expected: of ops of its kind."""
-    return ProgramError(
+    return UnsupportedError(
         f"op {op.name!r} of kind {op.kind}: {found}",
         expected=expected,
         remedy="keep it outside megakernels, as a library op",
