@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from distmega.kernels.hopper.batch_plan.draft import BatchDraft
 from distmega.kernels.hopper.batch_plan.words import BatchLogits, BatchSample
 from distmega.kernels.hopper.plan.matrices import rows_of
+from distmega.kernels.hopper.plan.segment import is_ranked
 from distmega.kernels.hopper.plan.types import unfit
 from distmega.kernels.hopper.plan.words import UNIT_ROWS
 from distmega.kernels.tasks.fuse import FusedChoice, FusedContraction
@@ -15,7 +16,8 @@ from distmega.kernels.tasks.fuse import FusedChoice, FusedContraction
 
 def rank_logits(draft: BatchDraft) -> int:
     """Rows of this rank's part of what an id is chosen from."""
-    ranked = [op for op in draft.fused if isinstance(op, FusedContraction) and draft.is_ranked(op)]
+    contractions = (op for op in draft.fused if isinstance(op, FusedContraction))
+    ranked = [op for op in contractions if is_ranked(op, draft.choice)]
     if draft.choice and not ranked:
         raise unfit(f"a choice from {draft.choice.source!r}")
     return rows_of(ranked[0], draft.placed) if ranked else 0

@@ -316,9 +316,6 @@ class BatchDraft:
         """Whether an instruction of its own makes this form."""
         return self.published(name) != (norm, True) or (name, norm) in self.normed
 
-    def is_ranked(self, op: FusedContraction) -> bool:
-        return self.choice is not None and op.outs == (self.choice.source,)
-
     # buffers that ranks exchange
 
     def reserve(self) -> None:

@@ -30,6 +30,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     steps_of_sm,
 )
 from distmega.kernels.hopper.plan.matrices import num_units, rows_of, share, tiles_k
+from distmega.kernels.hopper.plan.segment import is_ranked
 from distmega.kernels.hopper.plan.types import unfit
 from distmega.kernels.hopper.plan.words import UNIT_ROWS
 from distmega.kernels.tasks.fuse import FusedContraction
@@ -55,7 +56,7 @@ def add_contraction(draft: BatchDraft, now: int, op: FusedContraction) -> None:
     units = units_of_sms(draft, op)
     if draft.splits:
         add_product(draft, op, starts, common)
-    if draft.is_ranked(op):
+    if is_ranked(op, draft.choice):
         add_logits(draft, op, starts[0], common, units)
         return
     for name in op.operands:
@@ -83,7 +84,7 @@ def add_contraction(draft: BatchDraft, now: int, op: FusedContraction) -> None:
 
 def units_of_sms(draft: BatchDraft, op: FusedContraction) -> list[range]:
     """Units of the output of each SM: its share, or those of the tiles that it has multiplied."""
-    rows = draft.rank_logits if draft.is_ranked(op) else rows_of(op, draft.placed)
+    rows = draft.rank_logits if is_ranked(op, draft.choice) else rows_of(op, draft.placed)
     steps = -(-draft.placed.columns[op.streams[0].weights[0]] // STEP_K)
     num_sms, units = draft.num_sms, num_units(rows)
     whole = draft.splits and has_whole_tiles(product_rows(draft, op), steps, num_sms)
@@ -100,7 +101,7 @@ def units_of_sms(draft: BatchDraft, op: FusedContraction) -> list[range]:
 
 def product_rows(draft: BatchDraft, op: FusedContraction) -> int:
     """Rows of the matrix of a product of more than 16 rows."""
-    return logit_rows(draft) if draft.is_ranked(op) else rows_of(op, draft.placed)
+    return logit_rows(draft) if is_ranked(op, draft.choice) else rows_of(op, draft.placed)
 
 
 def add_product(

@@ -12,6 +12,7 @@ from distmega.kernels.hopper.batch_plan.types import BatchEpilogue
 from distmega.kernels.hopper.batch_plan.words import BATCH, BLOCK_MASK, MAX_SLOTS, NOTHING, NUMBERS
 from distmega.kernels.hopper.plan.matrices import tiles_k
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED
+from distmega.kernels.hopper.plan.segment import is_ranked
 from distmega.kernels.hopper.plan.types import Kept, unfit
 from distmega.kernels.hopper.plan.words import MAX_EPILOGUES
 from distmega.kernels.tasks.fuse import (
@@ -47,7 +48,7 @@ def epilogue_of(draft: BatchDraft, op: FusedContraction) -> BatchEpilogue:
     if len(op.operands) + len(op.streams) > MAX_CARRIED + 1:  # one less where streams meet
         raise unfit(f"{op.name!r}, whose epilogue takes {op.operands}")
     norm, publishes = draft.published(op.outs[0])
-    ranked = draft.is_ranked(op)
+    ranked = is_ranked(op, draft.choice)
     if ranked and (publishes or op.outs[0] in draft.taken or op.num_ranks > 1):
         raise unfit(f"{op.name!r}, which an id is chosen from, for other ops too")
     if ranked and (len(op.streams) > 1 or op.operands):

@@ -51,6 +51,11 @@ class Agreement:
     eps: float
 
 
+def is_ranked(op: FusedContraction, choice: FusedChoice | None) -> bool:
+    """Whether an id is chosen from the result of an op."""
+    return choice is not None and op.outs == (choice.source,)
+
+
 def find_agreement(
     segment: Program, fused: Sequence[Fused], *, max_rows: int, head_dims: Container[int]
 ) -> Agreement:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from distmega.kernels.hopper.plan.experts import expert_shape, last_matrices
 from distmega.kernels.hopper.plan.matrices import Weights, num_units, rows_of, share, tiles_k
-from distmega.kernels.hopper.plan.segment import find_agreement
+from distmega.kernels.hopper.plan.segment import find_agreement, is_ranked
 from distmega.kernels.hopper.plan.types import (
     HEAD_DIMS,
     ROW_MULTIPLE,
@@ -159,9 +159,6 @@ class RowDraft:
     def num_generations(self) -> int:
         return max(self.generations().values(), default=1)
 
-    def is_ranked(self, op: FusedContraction) -> bool:
-        return self.choice is not None and op.outs == (self.choice.source,)
-
     # where things lie
 
     def reserve(self, name: str, size: int) -> int:
@@ -192,9 +189,9 @@ class RowDraft:
             before = self.made.get(name)
             if before and before.kept != NOTHING and not self.is_taken(name, nth):
                 self.free.setdefault(before.rows, []).append(before.kept)
-        is_ranked = isinstance(op, FusedContraction) and self.is_ranked(op)
+        ranked = isinstance(op, FusedContraction) and is_ranked(op, self.choice)
         outs = op.outs if isinstance(op, FusedContraction) else (op.out,)
-        if not is_ranked and not any(self.is_taken(out, nth) for out in outs):
+        if not ranked and not any(self.is_taken(out, nth) for out in outs):
             return NOTHING
         return self.take_kept(rows)
 
@@ -265,7 +262,7 @@ class RowDraft:
         """
         load = [0] * self.num_sms
         for op in self.fused:
-            if isinstance(op, FusedContraction) and not self.is_ranked(op):
+            if isinstance(op, FusedContraction) and not is_ranked(op, self.choice):
                 rows = rows_of(op, self.placed)
                 tiles = tiles_k(self.length(op))
                 for sm in range(self.num_sms):

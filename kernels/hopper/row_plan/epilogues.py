@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from distmega.kernels.hopper.plan.matrices import rows_of
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED
+from distmega.kernels.hopper.plan.segment import is_ranked
 from distmega.kernels.hopper.plan.types import Epilogue, Publishes, unfit
 from distmega.kernels.hopper.plan.words import MAX_EPILOGUES, MAX_SMS
 from distmega.kernels.hopper.row_plan.deferred import first_carries, is_deferred
@@ -92,7 +93,7 @@ def epilogue_of(draft: RowDraft, op: FusedContraction) -> Epilogue:
     """
     if len(op.operands) > MAX_CARRIED or (op.operands and len(op.streams) > 1):
         raise unfit(f"{op.name!r}, whose epilogue takes {op.operands}")
-    if draft.is_ranked(op) and (len(op.streams) > 1 or op.num_ranks > 1):
+    if is_ranked(op, draft.choice) and (len(op.streams) > 1 or op.num_ranks > 1):
         raise unfit(f"{op.name!r}, which an id is chosen from, of several products")
     deferred, rows = is_deferred(draft, op), rows_of(op, draft.placed)
     is_long = draft.most_rows(rows) > MAX_SUMMED_ROWS and not deferred
@@ -104,7 +105,7 @@ def epilogue_of(draft: RowDraft, op: FusedContraction) -> Epilogue:
         publishes=published_form(draft, op.name, op.outs, len(op.streams)),
         num_carried=len(op.operands),
         summed=op.num_ranks > 1 and not deferred,
-        ranked=draft.is_ranked(op),
+        ranked=is_ranked(op, draft.choice),
         weighted=is_weighted(op),
         gathered=deferred or is_gathered(draft, op),
         deferred=deferred,

@@ -7,6 +7,7 @@ from functools import partial
 
 from distmega.kernels.hopper.plan.matrices import num_units, rows_of, share, sms_with_rows, tiles_k
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED
+from distmega.kernels.hopper.plan.segment import is_ranked
 from distmega.kernels.hopper.plan.types import Epilogue, unfit
 from distmega.kernels.hopper.plan.words import (
     CARRY_EMBEDDED,
@@ -90,7 +91,7 @@ def reserve_results(
     kind, generation = draft.turn(draft.classes[nth])
     if epilogue.summed:
         draft.reserve(f"parts of {kind}", draft.num_ranks * rows)
-    if draft.is_ranked(op):
+    if is_ranked(op, draft.choice):
         draft.rank_logits = rows
         limit = min(rows, max(0, num_logits(draft) - draft.team_rank * rows))
         return reserve_logits(draft, rows), draft.of_x(op).generation, limit
@@ -137,7 +138,7 @@ def note_results(
     streams = len(op.streams)
     out_rows = rows_of(op, draft.placed) // streams
     kept = draft.keep(op, out_rows)
-    if draft.is_ranked(op):
+    if is_ranked(op, draft.choice):
         draft.logits_at = kept
     if epilogue.deferred:
         dst -= draft.team_rank * out_rows // 2  # readers begin with the first rank's part
