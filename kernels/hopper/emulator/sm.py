@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.emulator.clocks import Agent, Clock
 from distmega.kernels.hopper.emulator.interleaving import Interleaving, Key, Steps
 from distmega.kernels.hopper.emulator.memory import (
@@ -23,13 +24,19 @@ from distmega.kernels.hopper.emulator.memory import (
 )
 from distmega.kernels.hopper.emulator.numbers import Floats, Indices, Words, numbers_of
 from distmega.kernels.hopper.emulator.ring import Ring
-from distmega.kernels.hopper.plan.types import RowQueues, WeightMatrix
+from distmega.kernels.hopper.plan.types import ExpertShape, RowQueues, WeightMatrix
 from distmega.kernels.hopper.plan.words import SLICE_K, TILE_K, UNIT_ROWS, Instruction
 
 SPARE = 4096
 """Elements behind the weights: finite, and never multiplied by other than zero."""
 GARBAGE = 1000.0
 Mask = npt.NDArray[np.bool_]
+
+
+def expert_shape_of(queues: RowQueues | BatchQueues) -> ExpertShape:
+    """Extents of experts, of queues with instructions that work on them."""
+    assert queues.experts is not None, "a program with such an instruction has experts"
+    return queues.experts
 
 
 def elements_of(weights_arena: Tensor) -> Floats:

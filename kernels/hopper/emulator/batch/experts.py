@@ -25,7 +25,7 @@ from distmega.kernels.hopper.batch_plan.words import (
 from distmega.kernels.hopper.emulator.batch.sm import BatchSm
 from distmega.kernels.hopper.emulator.interleaving import RAN, Steps
 from distmega.kernels.hopper.emulator.numbers import Floats, evaluate, to_bf16
-from distmega.kernels.hopper.plan.types import ExpertShape
+from distmega.kernels.hopper.emulator.sm import expert_shape_of
 from distmega.kernels.hopper.plan.words import GROUP_UNITS, TILE_K, UNIT_ROWS
 
 Tile = tuple[int, int]
@@ -42,17 +42,11 @@ class UnitGroup:
     hit: int = 0
 
 
-def shape_of(sm: BatchSm) -> ExpertShape:
-    shape = sm.gpu.queues.experts
-    assert shape is not None, "a program with such an instruction has experts"
-    return shape
-
-
 def route(sm: BatchSm, one: BatchExperts) -> None:
     """Chooses experts for the rows in use. A score that is no number makes all weights of its row
     none, and no expert that there isn't is chosen.
     """
-    gpu, shape = sm.gpu, shape_of(sm)
+    gpu, shape = sm.gpu, expert_shape_of(sm.gpu.queues)
     at = one.scores + np.arange(BATCH * shape.num_experts)
     scores = sm.load(gpu.numbers, at).reshape(BATCH, shape.num_experts)[: gpu.queues.batch]
     is_none = np.isnan(scores)
@@ -86,7 +80,7 @@ def groups_of(sm: BatchSm, one: BatchLinear | BatchExperts | BatchLogits) -> Ite
         for first in range(0, one.num_units, GROUP_UNITS):
             yield UnitGroup(range(first, min(first + GROUP_UNITS, one.num_units)))
         return
-    shape = shape_of(sm)
+    shape = expert_shape_of(sm.gpu.queues)
     share = share_of_hits(one, shape, len(sm.experts), sm.sm, sm.gpu.num_sms)
     size = shape.width // UNIT_ROWS * (2 if one.flags & PAIRED else 1)
     first = share.start
@@ -151,7 +145,7 @@ def finish_experts(sm: BatchSm, one: BatchExperts, y: Floats) -> Steps:
     """Products of this SM's units to activations, an expert's zero where a row did not choose it.
     y: [rows of all units, 16].
     """
-    shape, streams = shape_of(sm), 2 if one.flags & PAIRED else 1
+    shape, streams = expert_shape_of(sm.gpu.queues), 2 if one.flags & PAIRED else 1
     formula = sm.gpu.queues.epilogues.each[one.opcode].formula
     chunks = -(-shape.width // TILE_K)
     done = 0

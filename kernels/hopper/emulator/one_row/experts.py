@@ -8,8 +8,7 @@ import numpy as np
 
 from distmega.kernels.hopper.emulator.interleaving import RAN, Steps
 from distmega.kernels.hopper.emulator.numbers import Floats, evaluate, floats_of
-from distmega.kernels.hopper.emulator.sm import RowSm
-from distmega.kernels.hopper.plan.types import ExpertShape
+from distmega.kernels.hopper.emulator.sm import RowSm, expert_shape_of
 from distmega.kernels.hopper.plan.words import (
     PAIRED,
     SLICE_K,
@@ -22,15 +21,9 @@ from distmega.kernels.hopper.plan.words import (
 from distmega.program.expr import Expr
 
 
-def shape_of(sm: RowSm) -> ExpertShape:
-    shape = sm.gpu.queues.experts
-    assert shape is not None, "a program with such an instruction has experts"
-    return shape
-
-
 def route(sm: RowSm, one: RowRoute, flag: int) -> Steps:
     """Ranks the scores; the loader may have the experts before their weights are known."""
-    shape = shape_of(sm)
+    shape = expert_shape_of(sm.gpu.queues)
     words = one.src + np.arange(one.num_words)
     scores = floats_of((yield from sm.poll(words, flag, repr(one.name))))
     is_none = np.isnan(scores)
@@ -52,7 +45,7 @@ def weighted(sm: RowSm, formula: Expr, row: np.ndarray, products: list[Floats]) 
     """The formula of products of rows of chosen experts and of what these weigh; zeros in what
     stands between an expert's last row and the next slot.
     """
-    shape = shape_of(sm)
+    shape = expert_shape_of(sm.gpu.queues)
     size = shape.slot_units * UNIT_ROWS
     slot = np.minimum(row // size, shape.num_chosen - 1)
     y = evaluate(formula, [*products, sm.weights[slot]])
@@ -61,7 +54,7 @@ def weighted(sm: RowSm, formula: Expr, row: np.ndarray, products: list[Floats]) 
 
 def expert_row(sm: RowSm, one: RowLinear, unit: int) -> int:
     """First weight row of a unit with EXPERT_ROWS."""
-    shape = shape_of(sm)
+    shape = expert_shape_of(sm.gpu.queues)
     own, first = one.row0 // UNIT_ROWS + unit, one.weight_row
     if one.flags & PAIRED:
         first = one.pair_row if own % 2 else first
@@ -72,7 +65,7 @@ def expert_row(sm: RowSm, one: RowLinear, unit: int) -> int:
 
 def load_expert_columns(sm: RowSm, one: RowLinear) -> Steps:
     """Units with EXPERT_COLUMNS: each slice of a tile is of its slot's expert."""
-    shape = shape_of(sm)
+    shape = expert_shape_of(sm.gpu.queues)
     for unit in range(one.num_units):
         for k in range(one.num_tiles_k):
             slices = [divmod(k * SLICES + i, shape.slot_slices) for i in range(SLICES)]
