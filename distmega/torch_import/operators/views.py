@@ -126,14 +126,20 @@ def repeat(b: Build, self: TensorValue, repeats: Sequence[int]) -> Value:
 
 @rule("constant_pad_nd")
 def constant_pad_nd(b: Build, self: TensorValue, pad: Sequence[int], value: float = 0) -> Value:
+    """Negative widths cut; where they leave nothing of a dim, the result is padding alone."""
+    rank = len(self.shape)
+    widths = {rank - 1 - n: (pad[2 * n], pad[2 * n + 1]) for n in range(len(pad) // 2)}
+    left = {
+        dim: (max(-before, 0), self.shape[dim] - max(-after, 0))
+        for dim, (before, after) in widths.items()
+    }
+    if any(start >= stop for start, stop in left.values()):
+        shape = [extent + sum(widths.get(dim, ())) for dim, extent in enumerate(self.shape)]
+        one = torch.full((1,) * rank, value, dtype=torch_dtype(b.dtype))
+        return Constant(one.expand(shape))
     x = self
-    for position in range(len(pad) // 2):
-        dim, before, after = (
-            len(self.shape) - 1 - position,
-            pad[2 * position],
-            pad[2 * position + 1],
-        )
-        x = b.slice(x, dim, max(-before, 0), x.shape[dim] - max(-after, 0))
+    for dim, (before, after) in widths.items():
+        x = b.slice(x, dim, *left[dim])
         shape = list(x.shape)
         parts: list[TensorValue] = []
         for extent in (before, after):

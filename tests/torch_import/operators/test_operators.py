@@ -76,6 +76,14 @@ def test_movement():
     assert not opaque_of(*functions, args=(X, IDS))
 
 
+def test_padding_that_cuts_all_there_was():
+    functions = [
+        lambda x: (F.pad(x, (2, -6)), F.pad(x, (-6, 3), value=3.0), F.pad(x, (1, 1, -4, 1))),
+        lambda x: (F.pad(x, (0, 0, 0, 0, 1, -2), value=-math.inf), F.pad(x > 0, (-6, 1)) | (x > 0)),
+    ]
+    assert not opaque_of(*functions, args=(X,))
+
+
 def test_complex_numbers():
     angles = torch.polar(torch.ones(4, 3), torch.arange(12.0).reshape(4, 3))
 
