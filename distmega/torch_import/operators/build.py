@@ -22,6 +22,7 @@ from distmega.torch_import.operators.values import (
     Spread,
     TensorValue,
     Value,
+    is_float,
     uniform_value,
     value_dtype,
 )
@@ -119,6 +120,8 @@ class Build:
 
         dtype, shape: of the result, by default those of the node.
         """
+        if not dtype:
+            operands = self._promoted(operands)
         words, handles = [], list[Handle]()
         for operand in operands:
             number = uniform_value(operand)
@@ -244,6 +247,20 @@ class Build:
         """See ProgramBuilder.linear."""
         operand = None if bias is None else self.handle(bias)
         return self.p.linear(self.handle(x), self.handle(w), operand, spec, name=self.name())
+
+    def _promoted(self, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+        """Whole numbers alone as floats, where the node's result is one: torch converts them before
+        it computes, so that nothing wraps around.
+        """
+        types = {value_dtype(each) for each in operands if isinstance(each, TensorValue)}
+        if not is_float(self.dtype) or any(map(is_float, types)):
+            return operands
+        return tuple(
+            self.cast(each, self.dtype)
+            if isinstance(each, TensorValue) and value_dtype(each) != "bool"
+            else each
+            for each in operands
+        )
 
     def _viewed(self, make: Callable[[bool], Handle]) -> Handle:
         """As a view where that is possible, otherwise as a copy."""

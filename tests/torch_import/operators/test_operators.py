@@ -265,6 +265,21 @@ def test_powers_of_whole_numbers_are_exact():
     assert not opaque_of(lambda x: (x**2, x**3, x**0, 0.5**x), args=(x,))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_whole_numbers_with_floats_do_not_wrap_around(dtype: torch.dtype):
+    x = torch.tensor([1_700_000_000, -(2**31), 3, torch.iinfo(dtype).max], dtype=dtype)
+    functions = [
+        lambda x: (x**2.0, x**3.0, x * 4e9, 2.5 + x, 1e19 - x, x[:1] * 1e12, x / x.flip(0)),
+        lambda x: (
+            torch.where(x > 5, x, 0.5) * x,
+            torch.add(x, 1.0, alpha=3),
+            x.exp(),
+            (x > 4) / 2,
+        ),
+    ]
+    assert not opaque_of(*functions, args=(x,))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_logarithms_of_powers_are_whole(dtype: torch.dtype):
     powers = torch.cat([2.0 ** torch.arange(-40.0, 41.0), 10.0 ** torch.arange(-30.0, 31.0)])
