@@ -87,17 +87,17 @@ class OpaqueOps:
 
         several = not isinstance(node.meta["val"], torch.Tensor)
         values = node.meta["val"] if several else [node.meta["val"]]
-        kept: list[int] = [0]
+        kept, empty = [0], dict[int, Value]()
         if several:
             wanted = sorted({each for user in node.users if isinstance(each := user.args[1], int)})
-            kept = [at for at in wanted if 0 not in values[at].shape] or wanted
+            empty = {at: _without_values(values[at]) for at in wanted if 0 in values[at].shape}
+            kept = [at for at in wanted if at not in empty]
+            if empty and not kept:
+                return empty
         call = encode_call(args, kwargs, as_text, kept, node.target)
         reads = host_reads([node]) or mask_reads(node)
         found = self._run(node, target, call, operands, [values[at] for at in kept], reads)
-        if not several:
-            return found[0]
-        empty = {at: _without_values(values[at]) for at in wanted if at not in kept}
-        return dict(zip(kept, found, strict=True)) | empty
+        return dict(zip(kept, found, strict=True)) | empty if several else found[0]
 
     def run_region(self, region: OpaqueRegion) -> None:
         """Its operators as one opaque op; what has an open shape is left to the graph's ending."""

@@ -342,5 +342,7 @@ def test_operands_and_parts_without_elements():
         lambda x, e: (x.split([2, 2, 0], 1), torch.addmm(x[0], e, e.T[:, :1].expand(0, 6))),
         lambda x, e: (F.linear(e, torch.zeros(6, 0), x[0, 0]), torch.cat([x[0], e], 1)),
         lambda x, e: (e.add_(1), e.sum() + x, x.index_put((e.long()[0],), torch.ones(0, 4, 6))),
+        lambda x, e: (*x.topk(0), *x[:0].max(1), x[..., :0].sort(1)[1]),
+        lambda x, e: (F.group_norm(x[:0], 2), F.batch_norm(x[:0], x[0, :, 0], x[0, :, 0] + 3)),
     ]
     opaque_of(*functions, args=(X, nothing))
