@@ -12,6 +12,7 @@ from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.superopt.graph.arithmetic import Float
 from distmega.superopt.graph.interpret import run_graph
+from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.graph.ugraph import BlockOp, UGraph
 from distmega.superopt.graph.verify import verify_graph
 from distmega.superopt.proof import equivalence
@@ -308,6 +309,23 @@ def test_an_output_that_is_only_rounded_is_proven():
     proofs = [prove(program, graph) for graph in graphs_of(program)]
     assert proofs
     assert all(proof.worst <= 1.0 for proof in proofs)
+
+
+def test_functions_of_constants_alone_are_proven():
+    """exp(-1) is another root in each test."""
+    p = ProgramBuilder("shifted")
+    x = p.input("x", (6, 8))
+    program = p.build(p.reduce(x.map("exp(a0 - 1.0)"), 1).map("exp(2.0) * a0", name="y"))
+    graph = parse_graph(
+        "ugraph shifted\n  axis m:6\n  axis k:8\n  input x: f32[m, k]\n  temp y: f32[m]\n"
+        "  kernel k0 grid m:2\n    load x = x(m, k) imap 0 fmap -\n"
+        "    before v0 = map[m, k] 'exp(a0)' x\n    before v1 = sum[m] v0 over k\n"
+        "    before y = map[m] 'exp((-1.0)) * (exp(2.0) * a0)' v1\n"
+        "    store y omap 0 fmap -\n  return y\n"
+    )
+    assert not refusal(program, graph)
+    wrong = replace(graph.kernels[0].ops[-1], expr="exp(1.0) * (exp(2.0) * a0)")
+    assert "differs over finite fields" in refusal(program, with_op(graph, 0, 2, wrong))
 
 
 def test_uninterpreted_functions_are_named():

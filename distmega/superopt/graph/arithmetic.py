@@ -113,8 +113,15 @@ class Arithmetic(ABC):
         return lambda *args: self.opaque(name, args)
 
     def evaluate(self, tree: expr.Expr, args: Sequence[Planes]) -> Planes:
-        """Value of a pointwise expression over operands that broadcast."""
-        return expr.evaluate(without_powers(tree), args, self.functions(), self.constant)
+        """Value of a pointwise expression over operands that broadcast. Its constants have as many
+        dims as these, of extent 1: what is computed of one alone may differ from sample to sample.
+        """
+        shape = (1,) * max((arg[0].ndim for arg in args), default=1)
+
+        def lift(value: float) -> Planes:
+            return tuple(plane.reshape(shape) for plane in self.constant(value))
+
+        return expr.evaluate(without_powers(tree), args, self.functions(), lift)
 
 
 def without_powers(tree: expr.Expr) -> expr.Expr:
