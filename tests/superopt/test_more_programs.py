@@ -107,6 +107,14 @@ def square_linear_residual() -> Program:
     return p.build(x + linear(p, x, "w", 128, 128))
 
 
+def attention_of_rows_to_themselves() -> Program:
+    """No tensor outside has the keys' axis: x is read along it."""
+    p = ProgramBuilder("attention_of_rows_to_themselves")
+    x = p.input("x", (16, 32), DTYPE)
+    scores = p.softmax(p.linear(x, x).map("a0 * 0.25"))
+    return p.build(p.linear(scores, x, spec="m n, n k -> m k"))
+
+
 def symmetric_sum() -> Program:
     p = ProgramBuilder("symmetric_sum")
     x = p.input("x", (64, 64), DTYPE)
@@ -115,7 +123,7 @@ def symmetric_sum() -> Program:
 
 FEW = (
     softmax_of_a_linear, mean_over_rows, sum_of_exponentials, attention_with_a_bias,
-    square_linear_residual, symmetric_sum,
+    square_linear_residual, symmetric_sum, attention_of_rows_to_themselves,
 )  # fmt: skip
 MORE = (
     layer_norm_linear, product_of_linears, swiglu_with_biases, residual_norm_linear,

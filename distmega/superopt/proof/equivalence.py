@@ -201,8 +201,9 @@ def _match(program: Program, graph: UGraph) -> _Match:
                     what = f"axis {axis!r} is {parts[axis]} and {found}"
                     raise _refused(graph, what, "one division of an axis")
     missing = [axis for axis in axes.extents if axis not in parts]
-    if missing:
+    if any(extents.get(axis) != axes.extents[axis] for axis in missing):
         raise _refused(graph, f"nothing along {missing}", "all axes of the program's tensors")
+    parts |= {axis: (axis,) for axis in missing}  # of a matrix that is read along these too
     return _Match(program, axes, graph, parts)
 
 
