@@ -201,6 +201,16 @@ def test_states_and_long_programs_are_refused():
         Search(p.build(x), H200, QUICK)
 
 
+@pytest.mark.parametrize("text", ["neg(neg(a0))", "a0 * 0.25 + a0 * 0.75", "a0 * 1.0"])
+def test_an_output_that_is_an_input_is_named(text: str):
+    """Also where only the laws show it."""
+    p = ProgramBuilder("moved")
+    x = p.input("x", (4, 8))
+    program = p.build(p.softmax(x), x.map(text))
+    with pytest.raises(ProgramError, match="'pointwise_1' of program 'moved' only moves data"):
+        found(program)
+
+
 def test_whole_numbers_are_refused_by_name():
     p = ProgramBuilder("counts")
     program = p.build(p.input("n", (4, 8), "i64").map("a0 + 1"))

@@ -100,12 +100,7 @@ class Search:
         self._terms = output_terms(self.program, self._axes)
         self._values = tensor_terms(self.program, self._axes)
         for name, term in self._terms.items():
-            if term.op in ("input", "const"):
-                raise ProgramError(
-                    f"output {name!r} of program {self.program.name!r} only moves data",
-                    expected="outputs that are computed",
-                    remedy="leave it out",
-                )
+            self._require_computed(name, [term.op])
 
     def run(self) -> Iterator[Progress]:
         """Searches; progress after every part."""
@@ -149,6 +144,16 @@ class Search:
             found.scheduler.types,
         )  # fmt: skip
 
+    def _require_computed(self, name: str, forms: Sequence[str]) -> None:
+        """ProgramError for an output that is an input or a number, in one of its forms."""
+        if {"input", "const"}.isdisjoint(forms):
+            return
+        raise ProgramError(
+            f"output {name!r} of program {self.program.name!r} only moves data",
+            expected="outputs that are computed",
+            remedy="leave it out",
+        )
+
     def _divisible(self) -> list[str]:
         """Reduced axes that are long enough to be divided."""
         found: dict[str, None] = {}
@@ -174,6 +179,8 @@ class Search:
         values = {name: self._add(egraph, term, names) for name, term in self._values.items()}
         saturate(egraph)
         roots = {name: egraph.find(number) for name, number in roots.items()}
+        for name, number in roots.items():
+            self._require_computed(name, [op for op, _, _ in egraph.nodes(number)])
         if len(set(roots.values())) < len(roots):
             raise ProgramError(
                 f"two outputs of program {self.program.name!r} are one value",
