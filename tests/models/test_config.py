@@ -1,5 +1,6 @@
 """Configurations from config.json and GGUF metadata, and what they refuse."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -87,6 +88,27 @@ def test_older_spelling_of_rope_and_dtype():
     newer = read(rope_parameters=LLAMA3_ROPE)
     older = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     assert read(rope_theta=5e5, rope_scaling=older) == newer
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"original_max_position_embeddings": 32},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": {}},
+    ],
+)
+def test_what_rope_is_said_twice_means_what_it_does_to_transformers(changes: dict[str, object]):
+    """Original positions beside the scaling, and both spellings of it."""
+    changes = {"rope_parameters": LLAMA3_ROPE} | changes
+    config = transformers.LlamaConfig(**copy.deepcopy(BASE | changes))
+    config.standardize_rope_params()  # as its frequencies are computed
+    expected, found = config.rope_parameters, read(**changes)
+    assert found.rope_base == expected["rope_theta"]
+    scaling = found.rope_scaling
+    assert (scaling.kind, scaling.factor) == (expected["rope_type"], expected["factor"])
+    assert scaling.original_max_positions == expected.get("original_max_position_embeddings", 0)
 
 
 def test_qwen2_windows():

@@ -161,7 +161,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
         max_positions=max_positions,
         norm_eps=fields.number("rms_norm_eps", family.norm_eps),
         rope_base=rope.number("rope_theta", fields.number("rope_theta", family.rope_base)),
-        rope_scaling=_rope_scaling(rope, max_positions),
+        rope_scaling=_rope_scaling(rope, fields, max_positions),
         tied=fields.flag("tie_word_embeddings", False),
         windows=_windows(fields, family, num_layers),
         qkv_bias=all_biases or (family.qkv_bias and fields.flag("qkv_bias", True)),
@@ -196,16 +196,22 @@ def _refuse_unsupported(fields: Fields, family: _Family) -> None:
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    rope = fields.mapping("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
+    """What says how positions are rotated; of both spellings the older, which people add by hand to
+    stretch a context.
+    """
+    older = fields.mapping("rope_scaling")
+    rope = older if older.data else fields.mapping("rope_parameters")
     for owner in (fields, rope):
         if owner.number("partial_rotary_factor", 1.0) != 1.0:
             raise _unsupported(owner, "partial_rotary_factor", "1.0, the whole head rotated")
     return rope
 
 
-def _rope_scaling(rope: Fields, max_positions: int) -> RopeScaling:
+def _rope_scaling(rope: Fields, fields: Fields, max_positions: int) -> RopeScaling:
+    """How `rope`, a part of `fields`, stretches; the original positions of the whole come first."""
     kind = rope.text("rope_type", rope.text("type", "default"))
-    original = rope.integer("original_max_position_embeddings", max_positions)
+    key = "original_max_position_embeddings"
+    original = fields.integer(key, rope.integer(key, max_positions))
     if kind in ("default", "dynamic"):  # the latter stretches beyond max_positions, never reached
         return RopeScaling()
     if kind == "linear":
