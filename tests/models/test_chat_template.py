@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from distmega.errors import ChatTemplateError, ModelError, RequestError
 from distmega.models.text.chat_template import RenderLimits, render_chat
@@ -23,6 +24,24 @@ def test_a_template_gets_messages_and_special_tokens():
     )
     assert render_chat(template, MESSAGES, {"bos_token": "<s>"}) == '<s>[user] hi <b>\n{"a": 1}'
     assert render_chat("{{ messages[0].content }}", [{"content": "\udcff\n"}], {}) == "\udcff\n"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0] | tojson }}{{ messages | tojson(indent=2, sort_keys=true) }}",
+        "{{ {'a': 1, 'b': '\u00e9<'} | tojson(true, separators=(',', ':')) }}",
+        "{% for m in messages %}{% generation %}{% set x = 1 %}[{{ m.role }}]\n"
+        "{% endgeneration %}\n{{ x is defined }}{% endfor %}",
+        "{% if tools is not none %}{{ tools | length }}{% endif %}",
+        "{% if documents is none %}none{% endif %}{{ strftime_now('%Y') }}",
+    ],
+)
+def test_a_template_finds_what_transformers_gives_it(template: str):
+    (expected,), _ = render_jinja_template(
+        [MESSAGES], chat_template=template, add_generation_prompt=True
+    )
+    assert render_chat(template, MESSAGES, {}) == expected
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def test_lone_surrogate(smol: Tokenizer):
 def folder(tmp_path: Path, metadata: Fields) -> Path:
     FAMILIES["qwen2"].build().save_pretrained(tmp_path)
     theirs = transformers.Qwen2Tokenizer(_vocab(metadata), _merges(metadata))
-    theirs.chat_template = "{{ eos_token }}{{ messages[0].content }}"
+    theirs.chat_template = "{{ eos_token }}{{ pad_token }}{{ messages[0].content }}"
     theirs.save_pretrained(tmp_path)
     return tmp_path
 
@@ -236,7 +236,7 @@ def test_folder(folder: Path, metadata: Fields):
     for text in TEXTS:
         assert ours.encode(text) == theirs(text)["input_ids"], text
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"])
-    assert ours.chat_prompt([{"role": "user", "content": "x"}]) == "<|endoftext|>x"
+    assert ours.chat_prompt([{"role": "user", "content": "x"}]) == "<|endoftext|>" * 2 + "x"
     assert open_model(str(folder / "config.json")).tokenizer().encode("Hi") == ours.encode("Hi")
 
 

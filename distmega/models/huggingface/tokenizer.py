@@ -9,6 +9,8 @@ from distmega.models.fields import Fields, parse_json, read_json, read_text, req
 from distmega.models.text.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+_SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""Tokens that templates know by these names."""
 
 
 def tokenizer_from_folder(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
@@ -38,9 +40,7 @@ def tokenizer_from_folder(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
         backend,
         eos_ids=eos_ids,
         chat_template=_chat_template(folder, settings),
-        special_tokens={
-            key: token for key in ("bos_token", "eos_token") if (token := _special(settings, key))
-        },
+        special_tokens={key: token for key in _SPECIAL if (token := _special(settings, key))},
     ).check(str(path))
 
 
