@@ -341,7 +341,9 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult:
-    """Perplexity over the predicted tokens: exp of their mean negative log-likelihood."""
+    """Perplexity over the predicted tokens: exp of their mean negative log-likelihood, infinite
+    where no float holds it.
+    """
 
     perplexity: float
     num_tokens: int

@@ -1,10 +1,12 @@
 """What the command and the library say and take alike: names in errors, devices, texts, types."""
 
 import io
+import math
 import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,6 +125,18 @@ def test_long_texts_are_read_in_windows():
         losses.append(F.cross_entropy(row, torch.tensor(ids[place])))
     expected = torch.stack(losses).mean().exp().item()
     assert found.perplexity == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_model_that_rules_the_text_out_has_an_infinite_perplexity(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    source = distmega.open_model("tiny-llama")
+    norm = source.weight("norm")
+    scaled = SimpleNamespace(shape=norm.shape, read=lambda slices=(): norm.read(slices) * 1e4)
+    sure = replace(source, readers={**source.readers, "norm": scaled})
+    monkeypatch.setattr(jobs, "open_model", lambda _name: sure)
+    request = ScoreRequest(model="tiny-llama", text="It was the best of times")
+    assert score(CPU_RANK, request, lambda value: None).perplexity == math.inf
 
 
 @given(st.integers(2, 300), st.integers(2, 64))

@@ -5,7 +5,6 @@ Comes in: a RankContext and a request. Goes out: emitted tokens and a result fro
 Next on the walk: engine.py.
 """
 
-import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -153,8 +152,9 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
         rows = logits[window.first - window.start - 1 : -1].float().cpu()
         wanted = torch.tensor(ids[window.first : window.stop], device="cpu")
         total += F.cross_entropy(rows, wanted, reduction="sum").item()
+    mean = torch.tensor(total / (len(ids) - 1), dtype=torch.float64, device="cpu")
     return ScoreResult(
-        perplexity=math.exp(total / (len(ids) - 1)),
+        perplexity=mean.exp().item(),
         num_tokens=len(ids) - 1,
         random_weights=source.random,
     )
