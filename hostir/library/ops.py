@@ -294,9 +294,10 @@ def masked_attention(
 
 
 def attends_in_order(op: Op) -> bool:
-    """Whether an op has all rows of an attention whose positions are 0, 1, 2 ..."""
-    rows = op.extents["m"]
-    return op.get("in_order", 0) == rows <= op.extents["t"] and not op.get("softcap", 0)
+    """Whether an op has all rows of an attention over one cache, at positions 0, 1, 2 ..."""
+    rows, is_shared = op.extents["m"], len(op.reads[1].dims) == 3
+    in_order = op.get("in_order", 0) == rows <= op.extents["t"]
+    return in_order and is_shared and not op.get("softcap", 0)
 
 
 def ordered_attention(

@@ -263,6 +263,17 @@ def test_positions_may_be_of_any_integers(shape: tuple[int, ...]):
     assert caches.any()
 
 
+def test_rows_with_caches_of_their_own_may_be_in_order():
+    q, k, v = torch.randn(4, 2, 3, 8), torch.randn(4, 2, 6, 8), torch.randn(4, 2, 6, 8)
+    given = dict(zip("qkvp", (q, k, v, torch.arange(4)), strict=True))
+    tensors = [declared(name, x) for name, x in given.items()]
+    found = [
+        run_op(attention.attention("y", *tensors, scale=0.3, in_order=in_order)[0], given, {})["y"]
+        for in_order in (False, True)
+    ]
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("window", [0, 3])
 def test_rows_with_caches_of_their_own_are_sequences_on_their_own(window: int):
     at, caches = torch.tensor([6, 0, 3]), torch.randn(2, 3, 2, 8, 4)
