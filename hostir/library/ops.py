@@ -171,8 +171,8 @@ def attention(
     nothing gives zeros. Softmax in fp32 or wider. softcap > 0: of softcap * tanh(score / softcap).
     """
     num_rows, _, group, _ = q.shape
-    stop = max(0, int(positions.max()) + 1)
-    start = max(0, int(positions.min()) + 1 - window) if window else 0
+    stop = min(max(0, int(positions.max()) + 1), k_cache.shape[-2])
+    start = min(max(0, int(positions.min()) + 1 - window), stop) if window else 0
     dtype = operand_dtype(q)
     keys, values = (cache[..., start:stop, :].to(dtype) for cache in (k_cache, v_cache))
     mask = None

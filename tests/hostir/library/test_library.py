@@ -292,8 +292,10 @@ def test_rows_with_caches_of_their_own_are_sequences_on_their_own(window: int):
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("positions", [[-1], [-5], [-1, 2, 5], [-3, 0, 7], [-1, -4, -2]])
-def test_a_query_that_sees_nothing_gives_zeros(
+@pytest.mark.parametrize(
+    "positions", [[-1], [-5], [-1, 2, 5], [-3, 0, 7], [-1, -4, -2], [99], [12, 9], [8, 3, -1]]
+)
+def test_positions_outside_of_a_cache_see_what_of_it_is_before_them(
     positions: list[int], own: bool, window: int, softcap: float
 ):
     rows = len(positions)
@@ -302,7 +304,7 @@ def test_a_query_that_sees_nothing_gives_zeros(
     at, how = torch.tensor(positions), (0.5, window, softcap)
     expected = attention_values(q, k, v, at, *how)
     assert expected.isfinite().all()
-    assert not expected[at < 0].any()
+    assert not expected[(at < 0) | (at - window >= 8 if window else at < 0)].any()
     found = [library.attention(q, k, v, at, *how), library.masked_attention(q, k, v, at, *how)]
     if own:
         found.append(library.packed_attention(q, k, v, at, torch.arange(rows), *how))
