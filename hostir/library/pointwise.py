@@ -143,11 +143,12 @@ def compile_pointwise(op: Op, evaluate: Evaluate) -> OpFunction:
     """The op bound to its access maps: `evaluate` sees operands that broadcast from the right."""
     exprs, dtypes, extents = op_exprs(op), _op_dtypes(op), op.extents
     out_axes = access_axes(op.writes[0])
-    if all(is_plain(a) and access_axes(a) == out_axes for a in accesses(op)):
-        return lambda xs: evaluate(exprs, xs, dtypes)
-    shape = [extents[name] for name in out_axes]
+    shape = torch.Size([extents[name] for name in out_axes])
+    aligned = all(is_plain(a) and access_axes(a) == out_axes for a in accesses(op))
 
     def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if aligned and all(x.shape == shape for x in operands):
+            return evaluate(exprs, operands, dtypes)
         xs = [
             order_axes(unfold_axes(x, read, extents), access_axes(read), out_axes)
             for x, read in zip(operands, op.reads, strict=True)

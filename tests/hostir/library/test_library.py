@@ -163,6 +163,12 @@ def test_pointwise_broadcasts(text: str, expected):
     assert result.data_ptr() not in (a.data_ptr(), b.data_ptr())
 
 
+def test_pointwise_reads_of_a_longer_operand_what_it_indexes():
+    a = torch.randn(5, 4)
+    op, _ = ops.pointwise("y", "a0 * 2", replace(declared("a", a), shape=(3, 4)))
+    assert torch.equal(run_op(op, {"a": a}, {})["y"], 2 * a[:3])
+
+
 def test_pointwise_computes_half_types_in_fp32():
     a = torch.tensor([256.0], dtype=torch.bfloat16)
     p = ProgramBuilder("p")
