@@ -12,6 +12,7 @@ from typing import Any
 from distmega.errors import counted
 from distmega.program.kinds import COUNT, Coordinate, OpKind, define, zero_if_all
 from distmega.program.ops.axis_views import access_axes, fold_axes, order_axes, unfold_axes
+from distmega.program.ops.compute import pointwise
 from distmega.program.ops.parts import (
     Built,
     access,
@@ -27,12 +28,18 @@ from distmega.program.types import Access, Axis, Index, Op, Tensor
 
 
 def copy(name: str, x: Tensor, into: Tensor | None = None) -> Built:
-    """Kind `set`: out = x, or overwrites `into`, a state or temporary of the same shape."""
+    """Kind `set`: out = x, or overwrites `into`, a state or temporary of the same shape; one of
+    another type by kind `pointwise`, which converts.
+    """
     if into is not None and into.shape != x.shape:
         raise bad_op(name, f"set of {x.shape} into {into.shape}", "equal shapes")
     names = axis_names("i", len(x.shape))
     axes = [Axis(name=n, extent=e) for n, e in zip(names, x.shape, strict=True)]
     out = into or Tensor(name=name, shape=x.shape, dtype=x.dtype)
+    if into is not None and into.dtype != x.dtype:
+        converted, _ = pointwise(name, "a0", x, dtype=into.dtype)
+        (write,) = converted.writes
+        return replace(converted, writes=(replace(write, tensor=into.name),)), ()
     return make_op(name, "set", axes, [access(x, *names)], [access(out, *names)]), (
         () if into else (out,)
     )

@@ -102,6 +102,19 @@ def test_another_evaluator_is_watched_or_has_other_kernels():
 
 
 @pytest.mark.parametrize("megakernel", [False, True])
+def test_what_is_overwritten_keeps_its_type(megakernel: bool):
+    p = ProgramBuilder("narrowed")
+    x = p.input("x", (3,))
+    half = p.pointwise("a0 * 2", x, dtype="bf16", name="half")
+    p.set(x, into=half)
+    host = lowered(p.build(half.map("a0 + 1", name="y"), half), megakernel=megakernel)
+    tensors = random_tensors(host)
+    found = evaluator(host).run(tensors)
+    assert torch.equal(found["half"], tensors["x"].bfloat16())
+    assert torch.equal(found["y"], found["half"] + 1)
+
+
+@pytest.mark.parametrize("megakernel", [False, True])
 def test_states_live_across_calls(megakernel: bool):
     p = ProgramBuilder("counter")
     total = p.state("total", (3,))
