@@ -242,11 +242,41 @@ def fitting_collectives(walked: Walked) -> Iterator[Violation]:
             yield index, f"{len(node.ins)} ins, {len(node.outs)} outs", f"{num} of each"
             return
         size = host.mesh.size(node.mesh_axis)
+        if wrong := _wrong_choice(node, len(buffers[node.ins[0]].shape), size):
+            yield index, *wrong
+            return
         for name, out in zip(node.ins, node.outs, strict=True):
             given, got = buffers[name], buffers[out]
             if given.dtype != got.dtype or not _fits(node, given.shape, got.shape, size):
                 found = f"{given.dtype}{list(given.shape)} to {got.dtype}{list(got.shape)}"
                 yield index, found, f"shapes as {node.kind} over {counted(size, 'rank')} makes them"
+
+
+_DIMS: Mapping[str, tuple[str, ...]] = {
+    "all_gather": ("dim",),
+    "reduce_scatter": ("dim",),
+    "all_to_all": ("dim", "dst_dim"),
+}
+_COMBINES: Mapping[str, tuple[str, ...]] = {
+    "all_reduce": ("sum", "max", "min", "argmax"),
+    "reduce_scatter": ("sum", "max", "min"),
+}
+"""Kinds of collectives -> attributes that name dims; how they may combine, if they do."""
+
+
+def _wrong_choice(node: Collective, num_dims: int, size: int) -> tuple[str, str] | None:
+    """What a collective of operands of that many dims, over that many ranks, names that there is
+    not, and what there is.
+    """
+    combines = _COMBINES.get(node.kind, ("",))
+    if (combine := node.get("combine", combines[0])) not in combines:
+        return f"combine={combine!r}", f"one of {', '.join(combines)}" if combines[0] else "none"
+    numbers = [(name, num_dims, "dim of its operand") for name in _DIMS.get(node.kind, ())]
+    numbers += [("source", size, "rank")] if node.kind == "broadcast" else []
+    for name, num, what in numbers:
+        if type(value := node.get(name, "")) is not int or not 0 <= value < num:
+            return f"{name}={value!r}", f"a {what}, from 0 to {num - 1}"
+    return None
 
 
 def fitting_matmuls(walked: Walked) -> Iterator[Violation]:

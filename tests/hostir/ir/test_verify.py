@@ -36,6 +36,18 @@ host exchange on mesh(tp=2)
   return y
 """
 
+GATHERED = """
+host gathered on mesh(tp=2)
+  streams 1, events 0
+  input x: f32[4, 4]
+  temp y: f32[8, 4]
+  body
+    allocate y
+    all_gather tp (x) -> (y) as whole | dim=0
+    wait whole
+  return y
+"""
+
 MUTATIONS = [
     # program, rule, what is replaced, by what, node named
     (STREAMED, "known_names", "free p_i", "free q_i", "free q_i"),
@@ -60,6 +72,12 @@ MUTATIONS = [
     (ATTENTION, "fitting_operands", "eps=1e-05", "eps=-1e-05", "with eps=-1e-05"),
     (ATTENTION, "fitting_operands", "scale=0.5 ", "", "with no scale"),
     (ATTENTION, "fitting_operands", "window=0", "window=1.5", "with window=1.5"),
+    (STREAMED, "fitting_collectives", "'sum'", "'mean'", "combine='mean'"),
+    (STREAMED, "fitting_collectives", "combine='sum'", "combine='argmax'", "1 ins, 1 outs"),
+    (STREAMED, "fitting_collectives", "all_reduce tp", "all_gather tp", "combine='sum'"),
+    (GATHERED, "fitting_collectives", " | dim=0", "", "dim=''"),
+    (GATHERED, "fitting_collectives", "dim=0", "dim=2", "dim=2"),
+    (GATHERED, "fitting_collectives", "all_gather", "broadcast", "source=''"),
     (STREAMED, "fitting_collectives", "(p_i) -> (y_i)", "(p_i) -> (y)", "node 9"),
     (STREAMED, "fitting_collectives", "(p_i) -> (y_i)", "(p_i, w) -> (y_i)", "2 ins, 1 outs"),
     (STREAMED, "fitting_collectives", "temp p_i: f32", "temp p_i: bf16", "bf16[2, 4]"),
@@ -107,7 +125,7 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("text", [STREAMED, RING, KERNEL, ATTENTION, COALESCED])
+@pytest.mark.parametrize("text", [STREAMED, RING, KERNEL, ATTENTION, COALESCED, GATHERED])
 def test_sound_programs_pass(text: str):
     host = parse_host(text)
     assert verify_host(host, finalized=host.buffers) is host
