@@ -43,6 +43,10 @@ class OpWork:
 
 
 Flops = Callable[[StatedOp, OpWork], int]
+Misfit = Callable[[Any, Sequence[Any], Sequence[Any]], tuple[str, str] | None]
+"""From an op of types.py, and the tensors that it reads and writes, to what does not fit, and what
+was expected; None where all does.
+"""
 ZeroWhere = Callable[[StatedOp, Set[int], Set[int]], bool]
 Coordinate = Mapping[str, int]
 """Where a rank stands along each mesh axis."""
@@ -65,8 +69,8 @@ def always_finite(op: StatedOp, zero: Set[int]) -> bool:
     return True
 
 
-def fits_always(op: Any) -> tuple[str, str] | None:
-    """Of an op whose attributes are right if each is by itself."""
+def fits_always(op: Any, reads: Sequence[Any], writes: Sequence[Any]) -> tuple[str, str] | None:
+    """Of an op whose attributes and accesses are right if each is by itself."""
     return None
 
 
@@ -156,7 +160,9 @@ class OpKind:
     combine: how values of an axis that it takes together are combined, a word of COMBINES of
         types.py; "" where the attribute `combine` says it, or else the axis alone.
     attrs: rules of attributes that its functions read, by name.
-    misfit: what of attributes that keep these does not fit an op's operands, and what was expected.
+    misfit: what of an op that keeps these, and of the tensors that it reads and writes, does not
+        fit together, and what was expected. `as_stated` of ops/parts.py for kinds whose ops are all
+        as one function states them.
     flops: arithmetic, two a multiply-add. grouped_flops: as that of a number of points, where an op
         runs over groups of rows.
     reference: what it computes: from an op to a function of its operands, in the order of its reads
@@ -203,13 +209,22 @@ class OpKind:
     finite_where: Callable[[StatedOp, Set[int]], bool] = always_finite
     combine: str = ""
     attrs: Mapping[str, AttrRule] = field(default_factory=dict, hash=False)
-    misfit: Callable[[Any], tuple[str, str] | None] = fits_always
+    misfit: Misfit = fits_always
     flops: Flops = no_flops
     grouped_flops: Callable[[StatedOp, float], float] = two_a_point
     reference: Reference | None = None
     torch_row_op: str = ""
     build: Callable[..., Any] | None = None
 
+
+RANK_PARTS = {
+    "base_axis": TEXT.optional(),
+    "base_stride": COUNT.optional(),
+    "extent": COUNT.optional(),
+    "group_axis": TEXT.optional(),
+    "num_groups": COUNT.optional(),
+}
+"""Attributes that sharding gives ops of any kind: where a rank's part begins."""
 
 _KINDS: dict[str, OpKind] = {}
 _INTERNAL = OpKind(name="", origin="internal")
@@ -239,17 +254,25 @@ def wrong_attr(op: StatedOp) -> tuple[str, str] | None:
     """What of an op's attributes breaks the rules of its kind, and what was expected; None for an
     op that keeps them.
     """
-    for name, rule in kind_of(op).attrs.items():
+    for name, rule in (*kind_of(op).attrs.items(), *RANK_PARTS.items()):
         value = op.get(name, None)
         if not (rule.is_optional if value is None else rule.fits(value)):
             found = f"no {name}" if value is None else f"{name}={value!r}"[:200]
             return found, f"{name}: {rule.expected}"
-    return kind_of(op).misfit(op)
+    for axis, others in (("base_axis", ("base_stride", "extent")), ("group_axis", ("num_groups",))):
+        if op.get(axis, "") and (lost := [name for name in others if op.get(name, None) is None]):
+            return f"{axis}={op.get(axis, '')!r} and no {lost[0]}", f"{', '.join(others)} with it"
+    return None
 
 
 def kind_of(op: StatedOp) -> OpKind:
     """The definition of an op's kind; a plain one for what passes make for themselves."""
     return _KINDS.get(op.kind, _INTERNAL)
+
+
+def is_known(kind: str) -> bool:
+    """Whether ops may be of that kind: one that is defined, or what rewrite rules make."""
+    return kind in _KINDS or kind == FUSED_GRAPH
 
 
 def kinds() -> tuple[OpKind, ...]:

@@ -247,7 +247,8 @@ def verify_program(program: Program) -> Program:
     defined = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
     for op in program.ops:
         _verify_name(program, op.name)
-        _verify_axes(program, op)
+        if wrong := wrong_axes(op):
+            raise _broken(program, f"op {op.name!r} {wrong[0]}", wrong[1])
         _verify_accesses(program, op, tensors)
         if wrong := wrong_attr(op):
             raise _broken(program, f"op {op.name!r} has {wrong[0]}", wrong[1])
@@ -259,7 +260,8 @@ def verify_program(program: Program) -> Program:
     _verify_views(program, tensors)
     _verify_written_views(program)
     for op in program.ops:
-        _verify_roles(program, op)
+        if wrong := wrong_roles(op) or wrong_operands(op, tensors):
+            raise _broken(program, f"op {op.name!r} {wrong[0]}", wrong[1])
     for name in program.outputs:
         if name not in defined:
             raise _broken(program, f"output {name!r} is never written", "outputs that an op writes")
@@ -320,15 +322,16 @@ def _verify_name(program: Program, name: str) -> None:
         raise _broken(program, f"name {shown(name)}", NAMES)
 
 
-def _verify_axes(program: Program, op: Op) -> None:
+def wrong_axes(op: Op) -> tuple[str, str] | None:
+    """What of an op's axes breaks the rules, and what was expected; None where they keep them."""
     if len({axis.name for axis in op.axes}) != len(op.axes):
-        raise _broken(program, f"op {op.name!r}: two axes share a name", "unique axis names")
+        return "has two axes of one name", "unique axis names"
     for axis in op.axes:
         known = axis.role in get_args(AxisRole) and axis.combine in COMBINES
         known = known and (axis.role == "reduce" or not axis.combine)
         if not axis.name.isidentifier() or axis.extent < 1 or not known:
-            expected = "an identifier, an extent of at least 1, a known role and combine"
-            raise _broken(program, f"op {op.name!r} has {axis}", expected)
+            return f"has {axis}", "an identifier, an extent of at least 1, a known role and combine"
+    return None
 
 
 def _verify_accesses(program: Program, op: Op, tensors: dict[str, Tensor]) -> None:
@@ -353,19 +356,22 @@ def _verify_accesses(program: Program, op: Op, tensors: dict[str, Tensor]) -> No
             raise _broken(program, found, "inputs and weights are only read")
 
 
-def _verify_roles(program: Program, op: Op) -> None:
-    """Whether axes do what their roles say: ranks and tiles share them out by these."""
+def wrong_roles(op: Op) -> tuple[str, str] | None:
+    """Which axis does something else than its role says, by which ranks and tiles share it out, and
+    what was expected; None where none does. Its axes and accesses are right by themselves.
+    """
     written = {name for access in op.writes for index in access.dims for name in index.axes}
     combine = kind_of(op).combine or op.get("combine", "")
     for axis in op.axes:
         is_written = axis.name in written
         if axis.role != "scatter" and is_written != (axis.role == "parallel"):
             by = "by" if is_written else "without"
-            found = f"op {op.name!r} writes {by} {axis.role} axis {axis.name!r}"
-            raise _broken(program, found, "writes by all parallel axes and no reduce axis")
+            found = f"writes {by} {axis.role} axis {axis.name!r}"
+            return found, "writes by all parallel axes and no reduce axis"
         if axis.combine and combine and axis.combine != combine:
-            found = f"op {op.name!r} combines {axis.name!r} by {axis.combine}"
-            raise _broken(program, found, f"{combine}, as what it computes does")
+            found = f"combines {axis.name!r} by {axis.combine}"
+            return found, f"{combine}, as what it computes does"
+    return None
 
 
 def wrong_access(op: Op, access: Access, shape: Sequence[int]) -> tuple[str, str] | None:
@@ -386,6 +392,14 @@ def wrong_access(op: Op, access: Access, shape: Sequence[int]) -> tuple[str, str
             verb = "writes" if writes else "reads"
             return f"{verb} a part of {access.tensor!r} of {list(shape)}", "all elements of it"
     return None
+
+
+def wrong_operands(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """What of an op and its tensors does not fit together, and what was expected; None where all
+    fits. Its accesses and attributes are right by themselves.
+    """
+    reads, writes = ([tensors[a.tensor] for a in side] for side in (op.reads, op.writes))
+    return kind_of(op).misfit(op, reads, writes)
 
 
 def _verify_index(program: Program, op: Op, access: Access, index: Index, extent: int) -> None:

@@ -38,8 +38,18 @@ from distmega.hostir.ir.uses import (
     view_sources,
 )
 from distmega.program.dtypes import ITEM_BYTES
-from distmega.program.kinds import kind_of, wrong_attr
-from distmega.program.types import Access, Program, Tensor, accesses, wrong_access
+from distmega.program.kinds import is_known, kind_of, user_kinds, wrong_attr
+from distmega.program.types import (
+    Access,
+    Op,
+    Program,
+    Tensor,
+    accesses,
+    wrong_access,
+    wrong_axes,
+    wrong_operands,
+    wrong_roles,
+)
 
 Violation = tuple[int, str, str]
 """Node index (-1: the program as a whole), what was found, what was expected."""
@@ -131,7 +141,9 @@ def _named_axes(node: Node) -> tuple[str, ...]:
 
 
 def fitting_operands(walked: Walked) -> Iterator[Violation]:
-    """Kernel arguments are as the segment declares them, ops index all dims, peers exist."""
+    """Kernel arguments are as the segment declares them, ops index all dims and are of kinds that
+    libraries do, of operands that these can be computed of, peers exist.
+    """
     host, buffers, segments = walked.host, walked.buffers, walked.segments
     for index, node in enumerate(walked.nodes):
         match node:
@@ -147,6 +159,10 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
                         str(wrong[0][1]) if wrong else counted(len(wanted), "argument"),
                     )
             case LibraryOp(op=op):
+                if unknown_kind := _wrong_kind(op):
+                    yield index, *unknown_kind
+                if misuse := wrong_axes(op):
+                    yield index, f"{op.name!r} {misuse[0]}", misuse[1]
                 if broken := wrong_attr(op):
                     yield index, f"{op.name!r} with {broken[0]}", broken[1]
                 extents = op.extents
@@ -164,10 +180,21 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
                         yield index, found, "positions that it has"
                     elif misuse := wrong_access(op, access, shape):
                         yield index, f"{op.name!r} {misuse[0]}", misuse[1]
+                is_made = kind_of(op).origin == "internal"
+                if misfit := (not is_made and wrong_roles(op)) or wrong_operands(op, buffers):
+                    yield index, f"{op.name!r} {misfit[0]}", misfit[1]
             case Send(peer=peer) | Recv(peer=peer) | Signal(peer=peer) | WaitSignal(peer=peer):
                 size = host.mesh.size(peer.mesh_axis)
                 if not peer.ring and not 0 <= peer.offset < size:
                     yield index, f"peer {peer.offset} of {size}", f"0 to {size - 1}"
+
+
+def _wrong_kind(op: Op) -> tuple[str, str] | None:
+    kind = kind_of(op)
+    if kind.communicates or kind.writes_peers:
+        found = f"{op.name!r} of kind {op.kind}, which no library does"
+        return found, "a collective, as 'all_reduce tp (x) -> (y) as handle'"
+    return None if is_known(op.kind) else (f"kind {op.kind!r}", f"one of {', '.join(user_kinds())}")
 
 
 def _reaches(extents: Mapping[str, int], access: Access, shape: Sequence[int]) -> bool:

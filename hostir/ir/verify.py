@@ -75,7 +75,7 @@ def _raise_first(walked: Walked, rule: str, violations: Iterator[Violation]) -> 
         raise VerifyError(
             f"host program {walked.host.name!r}{node_text}: {found} [rule {rule}]",
             expected=expected,
-            remedy="fix the pass that made this program",
+            remedy="correct its text, or the pass that made it",
         )
 
 
@@ -262,8 +262,8 @@ def final_allocations(
 RULES: tuple[Callable[[Walked], Iterator[Violation]], ...] = (
     known_names,
     loop_indices,
-    fitting_operands,
     fitting_collectives,
+    fitting_operands,
     fitting_matmuls,
     written_roles,
     buffer_lifetimes,

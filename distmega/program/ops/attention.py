@@ -29,6 +29,7 @@ from distmega.program.ops.lookups import require_ids
 from distmega.program.ops.parts import (
     Built,
     access,
+    as_stated,
     axis_names,
     bad_op,
     finite_number,
@@ -293,6 +294,41 @@ def _attention_flops(op: StatedOp, work: OpWork) -> int:
     return rows * (2 * sizes["d"] + 2 * sizes["e"] + 4)
 
 
+def _restated_append(
+    op: Op, x: Tensor, positions: Tensor, third: Tensor, fourth: Tensor | None = None
+) -> Built:
+    """third: the cache, or sequences where a fourth is that."""
+    cache, sequences = (third, None) if fourth is None else (fourth, third)
+    return kv_append(op.name, replace(cache, role="state"), x, positions, sequences)
+
+
+def _restated_attention(
+    op: Op, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *others: Tensor
+) -> Built:
+    """others: sequences and starts where rows are packed."""
+    is_packed = bool(op.get("packed", 0))
+    if len(others) != 2 * is_packed:
+        found = f"{counted(4 + len(others), 'operand')} and packed={op.get('packed', 0)!r}"
+        raise bad_op(op.name, found, "q, k, v, positions, or with packed sequences and starts too")
+    packed = (others[0], others[1]) if is_packed else None
+    return attention(op.name, q, k, v, positions, *_score_factors(op), packed=packed)
+
+
+def _score_factors(op: Op) -> tuple[float, int]:
+    return _number(op, "scale"), int(_number(op, "window"))
+
+
+def _restated_attend(op: Op, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Built:
+    """With the result's dims in the order that the op has."""
+    stated, (out,) = attend(op.name, q, k, v, mask, _number(op, "scale"), _number(op, "softcap"))
+    (write,) = stated.writes
+    order = [write.dims.index(dim) for dim in op.writes[0].dims if dim in write.dims]
+    if sorted(order) != [0, 1, 2, 3]:
+        return stated, (out,)
+    dims, shape = zip(*((write.dims[n], out.shape[n]) for n in order), strict=True)
+    return replace(stated, writes=(replace(write, dims=dims),)), (replace(out, shape=shape),)
+
+
 def rope_values(x: Any, positions: Any, table: Any) -> Any:
     """Rotates pairs (i, i + d/2) of x [m, ..., d]; table [t, d] holds cosines, then sines, of the
     d/2 angles. RequestError as of require_ids.
@@ -400,6 +436,7 @@ define(
         in_megakernel=True,
         reads_whole=True,
         rotates=True,
+        misfit=as_stated(lambda op, x, pairs, positions, table: rope(op.name, x, positions, table)),
         zero_where=zero_in(0),
         flops=flops_a_result(4),
         reference=lambda op, coordinate: lambda x, pairs, *others: rope_values(x, *others),
@@ -412,6 +449,7 @@ define(
         reads_whole=True,
         appends=True,
         inplace=True,
+        misfit=as_stated(_restated_append),
         zero_where=zero_in(0),
         reference=lambda op, coordinate: lambda *xs: append_values(xs[-1], *xs[:-1]),
     )
@@ -430,12 +468,24 @@ ATTENTION = OpKind(
         "in_order": COUNT.optional(),
         "packed": COUNT.optional(),
     },
+    misfit=as_stated(_restated_attention),
     zero_where=zero_in(2),
     flops=_attention_flops,
     reference=_attention_reference,
 )
 define(ATTENTION)
-define(replace(ATTENTION, name="biased_attention", host_reads=""))
+define(
+    replace(
+        ATTENTION,
+        name="biased_attention",
+        host_reads="",
+        misfit=as_stated(
+            lambda op, q, k, v, positions, bias: biased_attention(
+                op.name, q, k, v, positions, bias, *_score_factors(op)
+            )
+        ),
+    )
+)
 define(
     replace(
         ATTENTION,
@@ -443,6 +493,7 @@ define(
         reads_positions=False,
         host_reads="",
         attrs={"scale": NUMBER, "softcap": POSITIVE_OR_ZERO},
+        misfit=as_stated(_restated_attend),
         reference=_attend_reference,
     )
 )

@@ -16,6 +16,8 @@ from distmega.errors import ProgramError, counted
 from distmega.program import expr
 from distmega.program.dtypes import ITEM_BYTES, is_integer
 from distmega.program.kinds import (
+    COUNT,
+    TEXT,
     AttrRule,
     Coordinate,
     OpKind,
@@ -29,6 +31,7 @@ from distmega.program.kinds import (
 )
 from distmega.program.ops.axis_views import access_axes, fold_axes, order_axes, unfold_axes
 from distmega.program.ops.parts import (
+    MAX_SHOWN,
     Built,
     access,
     axis_names,
@@ -37,9 +40,13 @@ from distmega.program.ops.parts import (
     inexact_integers,
     known_word,
     make_op,
+    misplaced_axes,
     normal_dim,
     require_factors,
+    wrong_build,
+    wrong_dtype,
 )
+from distmega.program.text import print_op
 from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor, grouped_index
 
 
@@ -209,6 +216,45 @@ def _take_shard_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
     return lambda x: take_shard_values(x, dim, extent, here)
 
 
+def _collective_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor], parted: str, gathered: str
+) -> tuple[str, str] | None:
+    """Equal accesses of what is read and written, but for the dim of which ranks have or get a part
+    each: there the axis over ranks stands in front. parted, gathered: the attributes that name that
+    dim of operands, of results.
+    """
+    num = 2 if op.get("combine", "") == "argmax" else 1
+    if (len(reads), len(writes)) != (num, num):
+        found = f"{counted(len(reads), 'operand')} and {counted(len(writes), 'result')}"
+        return f"is {op.kind} of {found}", f"{num} of each"
+    for read, write, x, y in zip(op.reads, op.writes, reads, writes, strict=True):
+        if x.dtype != y.dtype:
+            return f"is {op.kind} of {x.dtype} to {y.dtype}", "equal types"
+        mine, theirs = _without_ranks(op, read, parted), _without_ranks(op, write, gathered)
+        if mine is None or mine != theirs or any(len(names) != 1 for names in mine):
+            expected = "an axis a dim, the same for both"
+            for attr, side in ((parted, "its operand"), (gathered, "its result")):
+                if attr:
+                    ranks = f"that of {op.attr('num_ranks')} ranks"
+                    expected += f", and {ranks} in front in dim {op.attr(attr)} of {side}"
+            return f"is stated as {print_op(op)}"[:MAX_SHOWN], expected
+    return None
+
+
+def _without_ranks(op: Op, access: Access, attr: str) -> list[tuple[str, ...]] | None:
+    """Axes by dim, without that over ranks, which stands in front in the dim that an attribute
+    names; None where it doesn't.
+    """
+    axes = [index.axes for index in access.dims]
+    if attr:
+        dim = int(str(op.attr(attr)))
+        rank = op.extents.get(axes[dim][0]) if dim < len(axes) and len(axes[dim]) == 2 else None
+        if rank != op.attr("num_ranks"):
+            return None
+        axes[dim] = axes[dim][1:]
+    return axes
+
+
 def _linear_is_zero(op: StatedOp, holders: Set[int], zero: Set[int]) -> bool:
     added = set(range(2, len(op.reads)))
     return bool(zero - added) and added <= zero
@@ -225,12 +271,62 @@ def _is_formula(text: object) -> bool:
         return False
 
 
-def _wrong_operands(op: Op) -> tuple[str, str] | None:
-    """Of a formula over more operands than there are, where groups start not being one."""
-    num = len(op.reads) - (grouped_index(op) is not None)
-    if (needed := expr.num_args(_formula(op))) > num:
-        return f"expr={op.attr('expr')!r} of {counted(num, 'operand')}"[:200], f"{needed}"
-    return None
+def _formula_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> tuple[str, str] | None:
+    """What is no formula of its operands at the same point, where groups start being none."""
+    grouped, tree = grouped_index(op), _formula(op)
+    num = len(reads) - (grouped is not None)
+    if (needed := expr.num_args(tree)) > num:
+        found = f"has expr={op.attr('expr')!r} of {counted(num, 'operand')}"
+        return found[:200], f"{needed}"
+    starts = () if grouped is None else access_axes(op.reads[-1])
+    if wrong := misplaced_axes(op, op.reads[:num], starts):
+        return wrong
+    if grouped is not None and any(
+        (read.dims, x.shape) != (op.writes[0].dims, writes[0].shape)
+        for read, x in zip(op.reads[:num], reads[:num], strict=True)
+    ):
+        return "is a formula over other groups", "one index and one shape for all, starts last"
+    if grouped is not None and grouped.starts != num:
+        return f"takes starts of groups from operand {grouped.starts}", f"the last, {num}"
+    chosen = op.get("dtypes", ())
+    dtype = str(chosen[0]) if isinstance(chosen, tuple) and chosen else reads[0].dtype
+    if not chosen and (part := expr.inexact_part(tree, [x.dtype for x in reads[:num]])):
+        error = inexact_integers(str(tree), part, reads[0].dtype)
+        return f"has {error.found}", error.expected
+    return wrong_dtype(op, writes, dtype)
+
+
+def _linear_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> tuple[str, str] | None:
+    """What is no sum of products of two operands, with a third added to it at most."""
+    if not 2 <= len(reads) <= 3:
+        return f"is linear of {counted(len(reads), 'operand')}", "x, w, or x, w, bias"
+    factors = {name for read in op.reads[:2] for name in access_axes(read)}
+    if lost := [axis.name for axis in op.axes if axis.name not in factors]:
+        return f"has axes {', '.join(lost)} that index neither factor", "axes of x and w"
+    if wrong := misplaced_axes(op, op.reads[2:], factors):
+        return wrong
+    try:
+        require_factors(op.name, reads[0], reads[1:])
+    except ProgramError as error:
+        return wrong_build(op, error)
+    return wrong_dtype(op, writes, reads[0].dtype)
+
+
+def _reduce_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> tuple[str, str] | None:
+    if len(reads) != 1:
+        return f"is reduce of {counted(len(reads), 'operand')}", "one"
+    axes = access_axes(op.reads[0])
+    if lost := [axis.name for axis in op.axes if axis.name not in axes]:
+        return f"has axes {', '.join(lost)} that its operand has not", f"of {', '.join(axes)}"
+    if all(axis.role != "reduce" for axis in op.axes):
+        return "is reduce along no axis", "an axis of role reduce at least"
+    return misplaced_axes(op, (), axes) or wrong_dtype(op, writes, reads[0].dtype)
 
 
 FORMULA = AttrRule(_is_formula, "an expression of a0, a1, ...")
@@ -248,6 +344,7 @@ define(
         contracts=True,
         reads_apart=True,
         added_from=2,
+        misfit=_linear_misfit,
         zero_where=_linear_is_zero,
         flops=lambda op, work: 2 * work.points,
         reference=_linear_reference,
@@ -259,7 +356,7 @@ define(
         in_megakernel=True,
         is_elementwise=True,
         attrs={"expr": FORMULA, "dtypes": ONE_TYPE.optional()},
-        misfit=_wrong_operands,
+        misfit=_formula_misfit,
         zero_where=lambda op, holders, zero: expr.is_zero(_formula(op), frozenset(zero)),
         finite_where=lambda op, zero: expr.is_finite(_formula(op), frozenset(zero)),
         flops=lambda op, work: work.points * expr.num_flops(_formula(op)),
@@ -271,17 +368,58 @@ define(
         name="reduce",
         in_megakernel=True,
         attrs={"combine": one_of("sum", "max", "min")},
+        misfit=_reduce_misfit,
         zero_where=zero_if_all,
         flops=one_a_point,
         reference=_reduce_reference,
     )
 )
 
-COLLECTIVE = OpKind(name="all_to_all", origin="sharding", communicates=True, is_clipped=True)
-define(replace(COLLECTIVE, name="reduce_scatter", scatters_sums=True))
+TEAM = {"mesh_axis": TEXT, "num_ranks": COUNT}
+"""Attributes of all that ranks of a mesh axis do together."""
+PART = {**TEAM, "dim": COUNT, "extent": COUNT}
+"""And of what gathers a dim, or gives each rank a part of it."""
+SUM = one_of("sum", "max", "min")
+
+COLLECTIVE = OpKind(
+    name="all_to_all",
+    origin="sharding",
+    communicates=True,
+    is_clipped=True,
+    attrs={**PART, "dst_dim": COUNT, "dst_extent": COUNT},
+    misfit=lambda op, reads, writes: _collective_misfit(op, reads, writes, "dst_dim", "dim"),
+)
+define(
+    replace(
+        COLLECTIVE,
+        name="reduce_scatter",
+        scatters_sums=True,
+        attrs={**PART, "combine": SUM},
+        misfit=lambda op, reads, writes: _collective_misfit(op, reads, writes, "dim", ""),
+    )
+)
 define(COLLECTIVE)
-define(replace(COLLECTIVE, name="all_gather", reaches_all=True, gathers_all=True))
-define(replace(COLLECTIVE, name="all_reduce", reaches_all=True, sums_all=True, is_clipped=False))
+define(
+    replace(
+        COLLECTIVE,
+        name="all_gather",
+        reaches_all=True,
+        gathers_all=True,
+        attrs=PART,
+        misfit=lambda op, reads, writes: _collective_misfit(op, reads, writes, "", "dim"),
+    )
+)
+define(
+    replace(
+        COLLECTIVE,
+        name="all_reduce",
+        reaches_all=True,
+        sums_all=True,
+        is_clipped=False,
+        attrs={**TEAM, "combine": one_of("sum", "max", "min", "argmax")},
+        misfit=lambda op, reads, writes: _collective_misfit(op, reads, writes, "", ""),
+    )
+)
 # slices locally: no bytes move
 define(
     OpKind(
@@ -289,6 +427,8 @@ define(
         origin="sharding",
         in_megakernel=True,
         is_clipped=True,
+        attrs=PART,
+        misfit=lambda op, reads, writes: _collective_misfit(op, reads, writes, "dim", ""),
         reference=_take_shard_reference,
     )
 )

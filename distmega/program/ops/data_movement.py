@@ -16,13 +16,16 @@ from distmega.program.ops.compute import pointwise
 from distmega.program.ops.parts import (
     Built,
     access,
+    as_stated,
     axis_names,
     bad_op,
     index,
     make_op,
+    misplaced_axes,
     normal_dim,
     whole_number,
     whole_number_list,
+    wrong_dtype,
 )
 from distmega.program.types import Access, Axis, Index, Op, Tensor
 
@@ -222,12 +225,13 @@ def _view_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
 
 def _expand_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
     extents, read = op.extents, op.reads[0]
-    axes, out_axes = access_axes(read), access_axes(op.writes[0])
+    axes, write = access_axes(read), op.writes[0]
+    out_axes = access_axes(write)
     shape = [extents[name] for name in out_axes]
 
     def run(x: Any) -> Any:
         seen = order_axes(unfold_axes(x, read, extents), axes, out_axes)
-        return _copied(seen.expand(shape))
+        return _copied(fold_axes(seen.expand(shape), out_axes, write, extents))
 
     return run
 
@@ -247,10 +251,45 @@ def _concat_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
     return run
 
 
+def _copy_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> tuple[str, str] | None:
+    """The elements of one operand, each to one place."""
+    if len(reads) != 1:
+        return f"is {op.kind} of {counted(len(reads), 'operand')}", "one"
+    if wrong := misplaced_axes(op, op.reads):
+        return wrong
+    if lost := {axis.name for axis in op.axes} - {*access_axes(op.reads[0])}:
+        return f"writes by {', '.join(sorted(lost))}, which its operand has not", "the same axes"
+    return wrong_dtype(op, writes, reads[0].dtype)
+
+
+_joins = as_stated(lambda op, *xs: concat(op.name, xs, op.attr("dim")))
+
+
+def _concat_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> tuple[str, str] | None:
+    """What joins tensors, but for parts of ranks that a kernel has side by side, along one dim more
+    than they have together (kernels/tasks/expand.py).
+    """
+    of_ranks = len(reads) == 1 and len(reads[0].shape) == len(op.writes[0].dims) + 1
+    return None if of_ranks else _joins(op, reads, writes)
+
+
+def _expand_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> tuple[str, str] | None:
+    if len(reads) != 1:
+        return f"is expand of {counted(len(reads), 'operand')}", "one"
+    return misplaced_axes(op, op.reads) or wrong_dtype(op, writes, reads[0].dtype)
+
+
 COPY = OpKind(
     name="set",
     in_megakernel=True,
     only_copies=True,
+    misfit=_copy_misfit,
     zero_where=zero_if_all,
     reference=_copy_reference,
 )
@@ -258,6 +297,21 @@ for _name in ("set", "slice", "reshape", "transpose"):
     define(replace(COPY, name=_name))
 define(replace(COPY, name="view", in_megakernel=False, reference=_view_reference))
 define(
-    replace(COPY, name="concat", is_clipped=True, attrs={"dim": COUNT}, reference=_concat_reference)
+    replace(
+        COPY,
+        name="concat",
+        is_clipped=True,
+        attrs={"dim": COUNT},
+        misfit=_concat_misfit,
+        reference=_concat_reference,
+    )
 )
-define(OpKind(name="expand", in_megakernel=True, only_copies=True, reference=_expand_reference))
+define(
+    OpKind(
+        name="expand",
+        in_megakernel=True,
+        only_copies=True,
+        misfit=_expand_misfit,
+        reference=_expand_reference,
+    )
+)

@@ -7,7 +7,7 @@ does the rows of its own groups and leaves zeros in those of others, so that the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -16,6 +16,7 @@ from distmega.program import expr
 from distmega.program.dtypes import is_integer
 from distmega.program.kinds import (
     Coordinate,
+    Misfit,
     OpKind,
     define,
     local_base,
@@ -26,6 +27,7 @@ from distmega.program.kinds import (
 from distmega.program.ops.parts import (
     Built,
     access,
+    as_stated,
     axis_names,
     bad_op,
     index,
@@ -36,7 +38,7 @@ from distmega.program.ops.parts import (
     require_integers,
     whole_number,
 )
-from distmega.program.types import Access, Axis, Index, Op, Tensor
+from distmega.program.types import Access, Axis, Index, Op, Tensor, grouped_index
 
 Weighing = Literal["values", "softmax", "softmax_chosen"]
 """What top_k weighs a column by: itself, its probability among all, or among the chosen ones."""
@@ -257,6 +259,45 @@ def keep_groups(x: Any, offsets: Any, groups: GroupRange) -> Any:
     return x.masked_fill(~mine.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
+def _whole_groups(op: Op, tensor: Tensor) -> Tensor:
+    """A tensor of one part a group as of all ranks, of which each has some."""
+    if not tensor.shape:
+        return tensor
+    num = int(str(op.get("num_groups", tensor.shape[0])))
+    return replace(tensor, shape=(num, *tensor.shape[1:]))
+
+
+def _by_rows(op: Op) -> bool:
+    """Whether an op is restated over rows alone (kernels/tasks/groups.py)."""
+    return bool(op.get("groups", 0)) and grouped_index(op) is None
+
+
+def _restated_gather(op: Op, x: Tensor, order: Tensor, offsets: Tensor) -> Built:
+    """Ranks may have a part of the rows of x each."""
+    whole = int(str(op.get("extent", x.shape[0] if x.shape else 0)))
+    slots = (whole, order.num_elements // max(whole, 1))
+    return gather_rows(op.name, replace(x, shape=(whole, *x.shape[1:])), order, offsets, slots)
+
+
+def _restated_product(op: Op, x: Tensor, w: Tensor, offsets: Tensor) -> Built:
+    rows = op.extents.get("r", 0)
+    return grouped_linear(op.name, x, _whole_groups(op, w), offsets, rows)
+
+
+def _restated_scatter(op: Op, y: Tensor, weights: Tensor, slots: Tensor, offsets: Tensor) -> Built:
+    """Ranks may have a part of the rows that are added to each, and all of y."""
+    num = min(slots.num_elements, y.shape[0] if y.shape else 0)
+    here = replace(y, shape=(num, *y.shape[1:]))
+    stated, made = scatter_add(op.name, here, weights, slots, offsets)
+    rows = {"r": op.extents.get("r", 0)}  # of a group, on all ranks
+    axes = (replace(axis, extent=rows.get(axis.name, axis.extent)) for axis in stated.axes)
+    return replace(stated, axes=tuple(axes)), made
+
+
+def _unless_by_rows(rule: Misfit) -> Misfit:
+    return lambda op, reads, writes: None if _by_rows(op) else rule(op, reads, writes)
+
+
 def top_k_values(x: Any, num: int, weights: str) -> tuple[Any, Any]:
     """Weights f32 and columns i32 of the num largest of each row; see top_k."""
     wide = x.float() if x.element_size() < 8 else x
@@ -389,6 +430,9 @@ define(
         reads_whole=True,
         picks_elements=True,
         attrs={"weights": one_of(*get_args(Weighing))},
+        misfit=as_stated(
+            lambda op, x: top_k(op.name, x, op.extents.get("c", 0), op.attr("weights"))
+        ),
         reference=_top_k_reference,
     )
 )
@@ -398,6 +442,9 @@ define(
         in_megakernel=True,
         reads_whole=True,
         counts_rows=True,
+        misfit=as_stated(
+            lambda op, ids, num_rows=None: route(op.name, ids, op.extents.get("g", 0), num_rows)
+        ),
         reference=_route_reference,
     )
 )
@@ -408,6 +455,7 @@ define(
         combine="sum",
         reads_whole=True,
         masks_padding=True,
+        misfit=_unless_by_rows(as_stated(_restated_gather)),
         grouped_flops=lambda op, points: 0,
         reference=_gather_rows_reference,
     )
@@ -419,6 +467,7 @@ define(
         combine="sum",
         reads_whole=True,
         contracts=True,
+        misfit=_unless_by_rows(as_stated(_restated_product)),
         host_reads="where groups start",
         reference=_grouped_linear_reference,
     )
@@ -430,6 +479,7 @@ define(
         combine="sum",
         reads_whole=True,
         linear_read=0,
+        misfit=_unless_by_rows(as_stated(_restated_scatter)),
         reference=_scatter_add_reference,
     )
 )

@@ -26,6 +26,7 @@ from distmega.program.kinds import (
 from distmega.program.ops.parts import (
     Built,
     access,
+    as_stated,
     axis_names,
     bad_op,
     make_op,
@@ -193,6 +194,7 @@ define(
         combine="sum",
         reads_whole=True,
         looks_up_rows=True,
+        misfit=as_stated(lambda op, ids, table: embedding(op.name, ids, table)),
         masks_padding=True,
         zero_where=zero_in(1),
         reference=_embedding_reference,
@@ -204,6 +206,7 @@ define(
         in_megakernel=True,
         reads_whole=True,
         attrs={"dim": COUNT},
+        misfit=as_stated(lambda op, x, ids: gather(op.name, x, ids, op.attr("dim"))),
         reference=_gather_reference,
     )
 )
@@ -213,6 +216,7 @@ define(
         in_megakernel=True,
         reads_whole=True,
         picks_elements=True,
+        misfit=as_stated(lambda op, x: topk(op.name, x, op.extents.get("c", 0))),
         flops=one_a_point,
         reference=_topk_reference,
     )

@@ -20,6 +20,7 @@ from distmega.program.kinds import (
 from distmega.program.ops.parts import (
     Built,
     access,
+    as_stated,
     axis_names,
     bad_op,
     finite_number,
@@ -100,11 +101,15 @@ def _row_op(name: str, kind: str, x: Tensor, vectors: Sequence[Tensor], **attrs:
     return make_op(name, kind, axes, reads, [access(out, *rows, "d")], **attrs), (out,)
 
 
+def _eps(op: Op) -> float:
+    return float(str(op.attr("eps")))
+
+
 def _norm_reference(normalise: Callable[[Any, float], Any]) -> Reference:
     """Of a norm that then multiplies by a weight and adds a bias, where the op has them."""
 
     def bind(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
-        eps = float(str(op.attr("eps")))
+        eps = _eps(op)
 
         def run(x: Any, row: Any, *vectors: Any) -> Any:
             out = normalise(x, eps)
@@ -129,6 +134,7 @@ define(
         is_norm=True,
         scales_elements=True,
         attrs={"eps": POSITIVE_OR_ZERO},
+        misfit=as_stated(lambda op, x, row, weight: rms_norm(op.name, x, weight, _eps(op))),
         zero_where=lambda op, holders, zero: 0 in zero and has_positive_eps(op),
         finite_where=lambda op, zero: has_positive_eps(op),
         flops=flops_a_result(4),
@@ -145,6 +151,11 @@ define(
         is_norm=True,
         scales_elements=True,
         attrs={"eps": POSITIVE_OR_ZERO},
+        misfit=as_stated(
+            lambda op, x, row, weight=None, bias=None: layer_norm(
+                op.name, x, weight, bias, _eps(op)
+            )
+        ),
         finite_where=lambda op, zero: has_positive_eps(op),
         flops=flops_a_result(4),
         reference=_norm_reference(_centre),
@@ -156,6 +167,7 @@ define(
         in_megakernel=True,
         reads_whole=True,
         is_norm=True,
+        misfit=as_stated(lambda op, x, row: softmax(op.name, x)),
         flops=flops_a_result(4),
         reference=in_fp32(lambda x, row: x.softmax(-1)),
     )
@@ -165,6 +177,7 @@ define(
         name="cumsum",
         in_megakernel=True,
         reads_whole=True,
+        misfit=as_stated(lambda op, x, row: cumsum(op.name, x)),
         flops=flops_a_result(4),
         reference=in_fp32(lambda x, row: SCAN_VALUES["cumsum"](x)),
         torch_row_op="cumsum",
@@ -176,6 +189,7 @@ define(
         name="cumprod",
         in_megakernel=True,
         reads_whole=True,
+        misfit=as_stated(lambda op, x, row: cumprod(op.name, x)),
         flops=flops_a_result(1),
         reference=in_fp32(lambda x, row: SCAN_VALUES["cumprod"](x)),
         torch_row_op="cumprod",

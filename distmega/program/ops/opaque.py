@@ -10,15 +10,17 @@ from distmega.arguments import is_list, shown
 from distmega.errors import counted
 from distmega.program.dtypes import short_dtype
 from distmega.program.kinds import TEXT, OpKind, define
+from distmega.program.ops.axis_views import access_axes
 from distmega.program.ops.parts import (
     Built,
     access,
+    as_stated,
     axis_names,
     bad_op,
     make_op,
     whole_number_list,
 )
-from distmega.program.types import Access, Axis, AxisRole, Tensor
+from distmega.program.types import Access, Axis, AxisRole, Op, Tensor
 
 
 def opaque(
@@ -71,6 +73,20 @@ def _results(name: str, given: object) -> list[tuple[tuple[int, ...], str]]:
     ]
 
 
+def _restated(op: Op, *operands: Tensor) -> Built:
+    """With results of any type, which torch alone knows."""
+    shapes = [tuple(op.extents[name] for name in access_axes(write)) for write in op.writes]
+    target, call, host_reads = (str(op.get(key, "")) for key in ("target", "call", "host_reads"))
+    results = [(shape, "f32") for shape in shapes]
+    return opaque(op.name, target, call, operands, results, host_reads)[0], ()
+
+
 define(
-    OpKind(name="opaque", calls_torch=True, reads_whole=True, attrs={"target": TEXT, "call": TEXT})
+    OpKind(
+        name="opaque",
+        calls_torch=True,
+        reads_whole=True,
+        attrs={"target": TEXT, "call": TEXT},
+        misfit=as_stated(_restated),
+    )
 )

@@ -1,17 +1,23 @@
 """What every op is put together from: accesses, axis names, and the error of a bad operand.
 
 Used by the files beside this one, which state the ops, and by passes that make some of others.
+`as_stated` holds ops of a written program to what these functions state.
 """
 
+import inspect
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from distmega.arguments import is_list, is_number, shown
 from distmega.errors import ProgramError, counted
 from distmega.program.dtypes import is_integer
-from distmega.program.types import MAX_EXTENT, Access, Attr, Axis, Index, Op, Tensor
+from distmega.program.kinds import Misfit, kind_of
+from distmega.program.ops.axis_views import access_axes
+from distmega.program.text import print_op
+from distmega.program.types import MAX_EXTENT, Access, Attr, Axis, Index, Op, Tensor, accesses
 
 Built = tuple[Op, tuple[Tensor, ...]]
 """An op and the tensors it declares."""
@@ -148,3 +154,132 @@ def inexact_integers(text: str, part: str, dtype: str) -> ProgramError:
         "roots nor powers but of a constant that isn't negative",
         remedy="change it, or give dtype=... for the type to convert the result to",
     )
+
+
+def misplaced_axes(
+    op: Op, reads: Sequence[Access], others: Collection[str] = ()
+) -> tuple[str, str] | None:
+    """Of an op with one result: axes by which it reads these operands and does not write, and those
+    that are neither written nor others that it may have.
+    """
+    if len(op.writes) != 1:
+        return f"is {op.kind} with {counted(len(op.writes), 'result')}", "one"
+    written = access_axes(op.writes[0])
+    for read in reads:
+        if more := [name for name in access_axes(read) if name not in written]:
+            found = f"reads {read.tensor!r} by {', '.join(more)}"
+            return found, f"axes of what it writes, {', '.join(written) or 'none'}"
+    if lost := [axis.name for axis in op.axes if axis.name not in {*written, *others}]:
+        return f"has axes {', '.join(lost)}, by which it does nothing", "axes of its operands"
+    return None
+
+
+def wrong_dtype(op: Op, writes: Sequence[Tensor], dtype: str) -> tuple[str, str] | None:
+    """Of results that have another type than they should."""
+    for tensor in writes:
+        if tensor.dtype != dtype:
+            return f"is {op.kind} with a result {tensor.name!r} of {tensor.dtype}", dtype
+    return None
+
+
+def wrong_build(op: Op, error: ProgramError) -> tuple[str, str]:
+    """What a function that states ops says of an op's operands."""
+    return f"is {op.kind} of {error.found.removeprefix(f'op {op.name!r}: ')}", error.expected
+
+
+def as_stated(state: Callable[..., Built]) -> Misfit:
+    """The rule of a kind whose ops are all as one function states them, but for the names of axes
+    that it numbers: what looks at shapes alone, or at axes by their names, may rely on it.
+
+    state: from an op, the tensors that it reads and those that it updates in place, to the op that
+    these make and its results, or the ProgramError of tensors that make none.
+    """
+    parameters = [*inspect.signature(state).parameters.values()][1:]
+    is_open = any(each.kind == each.VAR_POSITIONAL for each in parameters)
+    least = sum(each.default is each.empty for each in parameters) - is_open
+    expected = ", ".join(each.name for each in parameters)
+    known: set[Hashable] = set()
+
+    def misfit(op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[str, str] | None:
+        if (form := _form(op, (*reads, *writes))) in known:
+            return None
+        wrong = compare(op, reads, writes)
+        if wrong is None and len(known) < MAX_KNOWN:
+            known.add(form)
+        return wrong
+
+    def compare(
+        op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> tuple[str, str] | None:
+        operands = [*reads, *writes] if kind_of(op).inplace else reads
+        if len(operands) < least or (len(operands) > len(parameters) and not is_open):
+            return f"is {op.kind} of {counted(len(operands), 'operand')}", expected
+        try:
+            stated, made = state(op, *operands)
+        except ProgramError as error:
+            return wrong_build(op, error)
+        if made and _types(made) != _types(writes):
+            return f"is {op.kind} with results {_types(writes)}", _types(made)
+        if not _is_same(op, stated):
+            return f"is stated as {print_op(op)}"[:MAX_SHOWN], print_op(stated)[:MAX_SHOWN]
+        return None
+
+    return misfit
+
+
+MAX_SHOWN = 400
+"""Characters of an op in a message."""
+MAX_KNOWN = 10_000
+"""Forms of ops of a kind that are found right once: layers of a model are alike."""
+
+
+def _form(op: Op, tensors: Sequence[Tensor]) -> Hashable:
+    """All of an op but names of tensors, of which which are the same."""
+    names = [tensor.name for tensor in tensors]
+    dims = tuple(each.dims for each in accesses(op))
+    types = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+    return len(op.reads), op.kind, op.axes, dims, op.attrs, types, tuple(map(names.index, names))
+
+
+def _types(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors) or "none"
+
+
+def _is_same(op: Op, stated: Op) -> bool:
+    """Whether two ops have equal axes, and equal accesses of operands of the same names, but for
+    the names of axes that the second numbers. Of an op that ranks share, which has a `base_axis` or
+    a `group_axis`, axes may be parts.
+    """
+    names = _paired_axes(op, stated)
+    if names is None or len(op.axes) != len(stated.axes):
+        return False
+    is_part = bool(op.get("base_axis", "") or op.get("group_axis", ""))
+    axes = {axis.name: axis for axis in op.axes}
+    for wanted in stated.axes:
+        axis = axes.get(names.get(wanted.name, wanted.name))
+        if axis is None:
+            return False
+        extent = wanted.extent if is_part else axis.extent
+        if replace(axis, name=wanted.name, extent=extent) != wanted:
+            return False
+    return True
+
+
+def _paired_axes(op: Op, stated: Op) -> dict[str, str] | None:
+    """By name of an axis of the second op: that of the first which stands in its places. None where
+    the two access other tensors or differ in more than names of numbered axes.
+    """
+    if [a.tensor for a in op.reads] != [a.tensor for a in stated.reads]:
+        return None
+    mine, theirs = ([[*access.dims] for access in accesses(each)] for each in (op, stated))
+    if [*map(len, mine)] != [*map(len, theirs)]:
+        return None
+    names: dict[str, str] = {}
+    for index, wanted in zip(chain(*mine), chain(*theirs), strict=True):
+        if len(index.axes) != len(wanted.axes) or replace(index, axes=wanted.axes) != wanted:
+            return None
+        for name, found in zip(wanted.axes, index.axes, strict=True):
+            is_free = name[-1].isdigit()
+            if names.setdefault(name, found) != found or not (is_free or name == found):
+                return None
+    return names if len({*names.values()}) == len(names) else None

@@ -21,6 +21,7 @@ from distmega.program.ops.noise import gumbel
 from distmega.program.ops.parts import (
     Built,
     access,
+    as_stated,
     axis_names,
     bad_op,
     index,
@@ -65,9 +66,19 @@ def top(name: str, x: Tensor, num_top: int) -> Built:
     if len(x.shape) != 2 or not 1 <= num_top <= x.shape[-1]:
         found = f"the {num_top} largest of rows of {x.shape}"
         raise bad_op(name, found, "x [m, v] and at least 1, at most v of them")
-    rows, extent = x.shape
+    extent = x.shape[1]
     fitting = (n for n in range(1, MAX_PARTS + 1) if extent % n == 0 and extent // n >= num_top)
-    num_parts = max(fitting)
+    return _top_of_parts(name, x, max(fitting), num_top)
+
+
+def _top_of_parts(name: str, x: Tensor, num_parts: int, num_top: int) -> Built:
+    """As top, of so many parts: ranks have some of them."""
+    if len(x.shape) != 2 or num_parts < 1 or x.shape[1] % num_parts:
+        raise bad_op(name, f"rows of {x.shape} in {num_parts} parts", "x [m, v], equal parts of v")
+    rows, extent = x.shape
+    if not 1 <= num_top <= extent // num_parts:
+        found = f"the {num_top} largest of parts of {extent // num_parts}"
+        raise bad_op(name, found, "at least 1, at most all of a part")
     axes = [Axis(name="m", extent=rows), Axis(name="s", extent=num_parts)]
     axes.append(Axis(name="u", extent=extent // num_parts, role="reduce"))
     axes.append(Axis(name="c", extent=num_top, role="scatter"))
@@ -238,6 +249,7 @@ define(
         combine="argmax",
         reads_whole=True,
         masks_padding=True,
+        misfit=as_stated(lambda op, x: argmax(op.name, x)),
         flops=one_a_point,
         reference=_argmax_reference,
     )
@@ -249,6 +261,9 @@ define(
         reads_whole=True,
         chooses_token=True,
         picks_elements=True,
+        misfit=as_stated(
+            lambda op, x: _top_of_parts(op.name, x, op.extents.get("s", 0), op.extents.get("c", 0))
+        ),
         reference=_top_reference,
     )
 )
@@ -258,6 +273,7 @@ define(
         in_megakernel=True,
         reads_whole=True,
         chooses_token=True,
+        misfit=as_stated(lambda op, x, settings: cutoff(op.name, x, settings)),
         reference=lambda op, coordinate: cutoff_values,
     )
 )
@@ -269,6 +285,9 @@ define(
         reads_whole=True,
         chooses_token=True,
         masks_padding=True,
+        misfit=as_stated(
+            lambda op, x, limits, seeds, positions: sample(op.name, x, limits, seeds, positions)
+        ),
         flops=one_a_point,
         reference=_sample_reference,
     )
