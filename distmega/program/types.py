@@ -417,7 +417,7 @@ def _verify_index(program: Program, op: Op, access: Access, index: Index, extent
         _verify_groups(program, op, access, index, extent)
         return
     last = index.offset + index.stride * (math.prod(extents[name] for name in index.axes) - 1)
-    if last >= extent or (not index.axes and index.offset < 0):
+    if last >= extent or index.offset < 0:
         found = f"op {op.name!r} reaches past a dim of {extent} of {access.tensor!r}"
         raise _broken(program, found, "an index inside")
 
