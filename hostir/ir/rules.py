@@ -34,6 +34,7 @@ from distmega.hostir.ir.uses import (
     late_uses,
     named_buffers,
     node_writes,
+    shown,
     storage_of,
     view_sources,
 )
@@ -45,6 +46,8 @@ from distmega.program.types import (
     Program,
     Tensor,
     accesses,
+    packed_strides,
+    view_strides,
     wrong_access,
     wrong_axes,
     wrong_operands,
@@ -208,6 +211,24 @@ def _reaches(extents: Mapping[str, int], access: Access, shape: Sequence[int]) -
         if index.offset < 0 or index.offset + index.stride * (count - 1) >= extent:
             return False
     return True
+
+
+def fitting_views(walked: Walked) -> Iterator[Violation]:
+    """Strides show each view in what it is a view of, whose elements lie row-major."""
+    known: dict[str, tuple[int, ...]] = {}
+    for index, node in enumerate(walked.nodes):
+        view, source = shown(node) or ("", "")
+        if not view:
+            continue
+        strides: tuple[int, ...] | None = known.get(source, ())
+        strides = strides or packed_strides(walked.buffers[source].shape)
+        if isinstance(node, LibraryOp):
+            strides = view_strides(node.op, strides)
+        if strides is None:
+            found = f"a view of dims of {source!r} that have gaps or are turned"
+            yield index, found, "dims that follow each other, or a copy"
+            return
+        known[view] = strides
 
 
 def loop_indices(walked: Walked) -> Iterator[Violation]:

@@ -9,7 +9,7 @@ from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
-from tests.hostir.programs import RING, STREAMED, attention_block, chain, local, mlp
+from tests.hostir.programs import RING, STREAMED, attention_block, chain, local, mlp, with_views
 
 KERNEL = print_host(run_passes(lower_program(local(mlp()), megakernel=True, peer_memory=True)))
 
@@ -48,6 +48,10 @@ host gathered on mesh(tp=2)
   return y
 """
 
+VIEWED = print_host(
+    run_passes(lower_program(local(with_views()), megakernel=False, peer_memory=False))
+)
+
 MUTATIONS = [
     # program, rule, what is replaced, by what, node named
     (STREAMED, "known_names", "free p_i", "free q_i", "free q_i"),
@@ -79,6 +83,7 @@ MUTATIONS = [
     (CHAIN, "fitting_operands", "= pointwise[", "= all_reduce[", "which no library does"),
     (CHAIN, "fitting_operands", "temp a: f64", "temp a: f32", "a result 'a' of f32"),
     (ATTENTION, "fitting_operands", "= rms_norm[", "= rope[", "is rope of 3 operands"),
+    (VIEWED, "fitting_views", "-> flat(i0.i1)", "-> flat(i1.i0)", "dims of 'a' that have gaps"),
     (STREAMED, "fitting_collectives", "'sum'", "'mean'", "combine='mean'"),
     (STREAMED, "fitting_collectives", "combine='sum'", "combine='argmax'", "1 ins, 1 outs"),
     (STREAMED, "fitting_collectives", "all_reduce tp", "all_gather tp", "combine='sum'"),
@@ -132,7 +137,7 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("text", [STREAMED, RING, KERNEL, ATTENTION, COALESCED, GATHERED])
+@pytest.mark.parametrize("text", [STREAMED, RING, KERNEL, ATTENTION, COALESCED, GATHERED, VIEWED])
 def test_sound_programs_pass(text: str):
     host = parse_host(text)
     assert verify_host(host, finalized=host.buffers) is host
