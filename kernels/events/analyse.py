@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from distmega.errors import ProgramError
 from distmega.kernels.events.arguments import require, require_count
 from distmega.kernels.events.fit import event_coordinates, fit_map
-from distmega.kernels.events.graph import EventGraph, TaskGrid
+from distmega.kernels.events.graph import EventGraph, TaskGrid, view_sources
 from distmega.kernels.events.grouped import ungroup
 from distmega.kernels.events.symbols import spread_symbols
 from distmega.kernels.events.values import EventTensor
@@ -81,7 +81,7 @@ def analyse_events(
     kinds = {op.name: op for op in program.ops}
     events: list[EventTensor] = []
     for each in table.events:
-        events += _forms(each, grids, kinds, num_ranks, len(events))
+        events += _forms(each, grids, kinds, view_sources(program), num_ranks, len(events))
     tensors = program.tensor_map()
     bounds = {name: tensors[tensor].shape[dim] for name, (tensor, dim) in (symbols or {}).items()}
     graph = EventGraph(
@@ -142,6 +142,7 @@ def _forms(
     table: EventTable,
     grids: tuple[TaskGrid, ...],
     ops: Mapping[str, Op],
+    shown: Mapping[str, str],
     num_ranks: int,
     first: int,
 ) -> Iterable[EventTensor]:
@@ -154,7 +155,7 @@ def _forms(
     for used, consumers in shared.items():
         by_source: dict[str, list[tuple[TaskGrid, tuple[tuple[int, ...], ...]]]] = {}
         for grid, waits in consumers:
-            source = event_source(ops[grid.op], grid)
+            source = event_source(ops[producer.op], ops[grid.op], grid, shown)
             by_source.setdefault(source, []).append((grid, waits))
         for source, members in by_source.items():
             yield _form(table, producer, used, members, source, num_ranks, first)

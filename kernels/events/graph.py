@@ -192,19 +192,23 @@ class EventGraph:
         return {event: tuple(tasks) for event, tasks in found.items()}
 
     @cached_property
+    def shown(self) -> dict[str, str]:
+        """Views, and what each is one of."""
+        return view_sources(self.program)
+
+    @cached_property
     def writers(self) -> dict[str, tuple[TaskId, ...]]:
         """Tensor -> tasks that write its storage, through whichever views of it."""
-        sources = {op.writes[0].tensor: op.reads[0].tensor for op in self.program.ops if op.is_view}
         found: dict[str, dict[TaskId, None]] = {}
         for op in self.program.ops:
             if not op.is_view:
                 tasks = [(op.name, n) for n in range(self.grid_of[op.name].num_tasks)]
                 for access in op.writes:
-                    found.setdefault(storage_of(access.tensor, sources), {}).update(
+                    found.setdefault(storage_of(access.tensor, self.shown), {}).update(
                         dict.fromkeys(tasks)
                     )
         return {
-            tensor.name: tuple(found.get(storage_of(tensor.name, sources), ()))
+            tensor.name: tuple(found.get(storage_of(tensor.name, self.shown), ()))
             for tensor in self.program.tensors
         }
 
@@ -243,6 +247,19 @@ class EventGraph:
             for i, j in zip(*np.nonzero(meet), strict=True):
                 found.setdefault((names[1], int(j)), {})[names[0], int(i)] = None
         return {task: list(others) for task, others in found.items()}
+
+    @cached_property
+    def crossing(self) -> frozenset[frozenset[str]]:
+        """Pairs of ops of which one is a collective and the other writes what that reads of all
+        ranks: tasks of theirs that conflict do so on different ranks, too.
+        """
+        return frozenset(
+            frozenset((op.name, writer))
+            for op in self.program.ops
+            if kind_of(op).communicates
+            for read in op.reads
+            for writer, _ in self.writers[read.tensor]
+        )
 
     def all_tasks(self) -> list[TaskId]:
         """All tasks, in program order."""
@@ -351,7 +368,7 @@ class EventGraph:
             distance = 0
             for event in self.waits.get((op, number), ()):
                 away = {self._distance(task, rank) for task in self.producers[event]}
-                if away == {0}:
+                if away == {0} and self.sources_of[event[0]] == "own":
                     made = (self.waits.get(task, ()) for task in self.producers[event])
                     waits |= dict.fromkeys(each for events in made for each in events)
                 else:
@@ -388,6 +405,11 @@ class EventGraph:
             task = self.coordinates[op][number]
             found[task[group] if group >= 0 else 0].add(task[row] if row >= 0 else 0)
         return list(map(len, found))
+
+
+def view_sources(program: Program) -> dict[str, str]:
+    """Views of a program, and what each is one of."""
+    return {op.writes[0].tensor: op.reads[0].tensor for op in program.ops if op.is_view}
 
 
 def _no_tasks(op: str, program: Program) -> ProgramError:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distmega.errors import ProgramError, VerifyError, counted
+from distmega.hostir.ir.uses import storage_of
 from distmega.kernels.events.fit import grid_coordinates
 from distmega.kernels.events.graph import EventGraph, GridDim, GroupRows, TaskGrid
 from distmega.kernels.events.grouped import starts_of
@@ -65,15 +66,29 @@ def make_grid(op: Op, tiles: Mapping[str, int], spread: AxisSymbols) -> TaskGrid
     return TaskGrid(op=op.name, dims=dims, rows=rows)
 
 
-def event_source(consumer: Op, grid: TaskGrid) -> Sources:
+def event_source(producer: Op, consumer: Op, grid: TaskGrid, shown: Mapping[str, str]) -> Sources:
     """Whose tasks trigger what a consumer awaits: a collective reads what other ranks made, of one
-    of them where its tasks are cut by source.
+    of them where its tasks are cut by source; and what it reads may be overwritten once all ranks
+    have read it. shown: views, and what each is one of.
     """
+    if overwrites_team(producer, consumer, shown):
+        return "all"
     if not kind_of(consumer).communicates:
         return "own"
     parallel = any(a.name == RANK_AXIS and a.role == "parallel" for a in consumer.axes)
     cut = any(dim.axis == RANK_AXIS and dim.size == 1 for dim in grid.dims)
     return "axis" if parallel and cut else "all"
+
+
+def overwrites_team(producer: Op, consumer: Op, shown: Mapping[str, str]) -> bool:
+    """Whether an op writes what a collective before it reads of every rank."""
+    if not kind_of(producer).communicates:
+        return False
+    read, written = (
+        {storage_of(access.tensor, shown) for access in side}
+        for side in (producer.reads, consumer.writes)
+    )
+    return not read.isdisjoint(written)
 
 
 def event_extent(producer: TaskGrid, notify: EventMap, dim: int, most: int) -> Extent:
@@ -227,9 +242,11 @@ def _verify_waits(
 ) -> None:
     """That consumers await what somebody triggers, of the ranks whose tasks they need."""
     ops = {op.name: op for op in graph.program.ops}
+    producer = ops[event.producer]
     for consumer, positions in event.waits:
-        source = event_source(ops[consumer], graph.grid_of[consumer])
-        ranks = int(str(ops[consumer].attr("num_ranks"))) if source == "all" else 1
+        source = event_source(producer, ops[consumer], graph.grid_of[consumer], graph.shown)
+        team = producer if kind_of(producer).communicates else ops[consumer]
+        ranks = int(str(team.attr("num_ranks"))) if source == "all" else 1
         if (event.sources, event.ranks) != (source, ranks):
             what = f"triggers of {event.sources} of {counted(event.ranks, 'rank')} for {consumer!r}"
             raise _broken(event, what, f"{source} of {ranks}")

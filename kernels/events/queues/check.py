@@ -27,8 +27,8 @@ from distmega.kernels.events.queues.knowledge import Knowledge
 
 def check_queues(queues: Queues) -> None:
     """Raises CheckError unless all tasks run once in an order that nothing can break. All ranks
-    have the same queues; what a task reads of another rank it must await itself, since it knows
-    nothing of that rank's order.
+    have the same queues; what a task reads of another rank, or overwrites once another has read it,
+    it must await itself, since it knows nothing of that rank's order.
     """
     require(queues, Queues, "queues", "what make_queues gives")
     _check_lasting(queues.graph)
@@ -40,9 +40,16 @@ def check_queues(queues: Queues) -> None:
             if not knowledge.knows(task, other):
                 raise _race(task, other)
     for entry in _entries(queues):
-        for event in graph.waits.get(entry.task, ()):
-            if graph.sources_of[event[0]] != "own" and event not in entry.waits:
-                raise _race(entry.task, graph.producers[event][0])
+        awaited = {
+            producer
+            for event in (*entry.first, *entry.waits)
+            if graph.sources_of[event[0]] != "own"
+            for producer in graph.producers[event]
+        }
+        for other in graph.conflicts.get(entry.task, ()):
+            crosses = frozenset((other[0], entry.task[0])) in graph.crossing
+            if crosses and other not in awaited:
+                raise _race(entry.task, other)
         for starts in starts_read(graph, entry.task):
             _check_starts(queues, knowledge, entry, starts)
 

@@ -476,6 +476,61 @@ def test_costs_decide_between_static_and_dynamic():
         assert drains_faster(graph, grids, 8) == bool(make_queues(graph, 8, "auto").regions)
 
 
+GATHERED_STATE = """
+program gathered
+  state s: f32[2, 4]
+  input x: f32[2, 4]
+  temp whole: f32[4, 4]
+  temp y: f32[4, 4]
+  whole = all_gather[r:2 i0:2 i1:4] s(i0, i1) -> whole(r.i0, i1)\
+ | dim=0 extent=4 mesh_axis='tp' num_ranks=2
+  put = set[i0:2 i1:4] x(i0, i1) -> s(i0, i1)
+  y = pointwise[i0:4 i1:4] whole(i0, i1) -> y(i0, i1) | expr='-a0'
+  return y, s
+"""
+
+
+def test_what_ranks_read_is_overwritten_once_all_have_read_it():
+    program = parse_program(GATHERED_STATE)
+    graph = analyse_events(program, {"whole": {}, "put": {"i0": 1}}, num_ranks=2)
+    assert "all*2 from whole() count 1 to put()" in print_events(graph)
+    queues = make_queues(graph, 2)
+    check_queues(queues)
+    for seed in range(20):
+        given = [
+            {"s": torch.full((2, 4), float(rank)), "x": torch.full((2, 4), 9.0)} for rank in (0, 1)
+        ]
+        for launch in run_ranks(queues, given, DeviceMesh(tp=2), seed=seed):
+            assert launch.tensors["y"][:, 0].tolist() == [0, 0, -1, -1]
+            assert (launch.tensors["s"] == 9).all()
+
+
+SUMMED = """
+program summed
+  input x: f32[4, 4]
+  temp p: f32[4, 4]
+  temp y: f32[4, 4]
+  p = pointwise[i0:4 i1:4] x(i0, i1) -> p(i0, i1) | expr='-a0'
+  y = all_reduce[i0:4 i1:4] p(i0, i1) -> y(i0, i1) | combine='sum' mesh_axis='tp' num_ranks=2
+  return y
+"""
+
+
+@pytest.mark.parametrize("num_sms", [1, 3])
+def test_what_others_make_is_awaited_whole(num_sms: int):
+    """The order of an SM tells of its own rank alone."""
+    program = parse_program(SUMMED)
+    text = print_events(analyse_events(program, {"p": {"i0": 2}, "y": {"i0": 2}}, num_ranks=2))
+    event = "  event p.0[2] all*2 from p(d0) count 1 to y(d0)\n"
+    assert text.endswith(event)
+    check_queues(make_queues(parse_events(text, program), num_sms))
+    for other in (text.replace(event, ""), text.replace("y(i0:4/2)", "y(i0:4/4)")):
+        with pytest.raises(
+            CheckError, match=r"race: p\[.\] need not have ended when y\[0\] starts"
+        ):
+            check_queues(make_queues(parse_events(other, program), num_sms))
+
+
 def test_nothing_is_drained_across_ranks():
     text = (
         GATHERED.replace(
