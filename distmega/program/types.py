@@ -186,6 +186,13 @@ def accesses(op: Op) -> Iterator[Access]:
     yield from op.writes
 
 
+def updates(op: Op) -> Iterator[Access]:
+    """Writes of which the data decide what they reach: all else stays as it was."""
+    for access in op.writes:
+        if any(op.axis(name).lookup for index in access.dims for name in index.axes):
+            yield access
+
+
 def view_strides(view: Op, strides: Sequence[int]) -> tuple[int, ...] | None:
     """Strides of a view's dims from those of what it shows; None where no strides show it, as of
     dims joined that have a gap between them.
@@ -252,7 +259,7 @@ def verify_program(program: Program) -> Program:
         _verify_accesses(program, op, tensors)
         if wrong := wrong_attr(op):
             raise _broken(program, f"op {op.name!r} has {wrong[0]}", wrong[1])
-        for access in op.reads:
+        for access in (*op.reads, *updates(op)):
             if access.tensor not in defined:
                 found = f"op {op.name!r} reads {access.tensor!r} before it is written"
                 raise _broken(program, found, "a producer above")

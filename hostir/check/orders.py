@@ -46,6 +46,7 @@ from distmega.hostir.ir.nodes import (
     walk_nodes,
 )
 from distmega.hostir.ir.uses import node_reads, node_writes, team_axes
+from distmega.program.types import updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,8 @@ class _RankWalk:
 
     def uses(self, node: Node, start: int, done: int) -> None:
         """The accesses of a node's operands. What it both reads and writes it reads first."""
-        for name in node_reads(node, self.segments):
+        kept = updates(node.op) if isinstance(node, LibraryOp) and not node.op.is_view else ()
+        for name in (*node_reads(node, self.segments), *(access.tensor for access in kept)):
             self.access(name, start, done, needs_contents=True)
         for name in node_writes(node, self.segments):
             self.access(name, start, done, writes=True, fills=True)

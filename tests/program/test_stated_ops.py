@@ -157,6 +157,12 @@ def test_axes_that_a_kind_knows_by_name_have_that_name():
         parse_program(text)
 
 
+def test_what_is_updated_in_place_is_there_before():
+    text = of_kind("kv_append").replace("state cache", "temp cache")
+    with pytest.raises(ProgramError, match="reads 'cache' before it is written"):
+        parse_program(text)
+
+
 def test_a_position_before_a_dim_is_refused():
     text = of_kind("slice").replace("x(i0, i1)", "x(i0-1, i1)")
     with pytest.raises(ProgramError, match="reaches past a dim of 4 of 'x'"):

@@ -283,6 +283,26 @@ def test_kernels_use_what_they_see_through_views():
     assert node_writes(node, host.segment_map()) == ("s", "y")
 
 
+def test_what_is_updated_in_place_is_written_before():
+    text = """
+host appends on mesh(tp=1)
+  streams 1, events 0
+  input x: f32[2, 1, 4]
+  input at: i64[2]
+  input zeros: f32[1, 8, 4]
+  temp cache: f32[1, 8, 4]
+  body
+    allocate cache
+    cache = set[i0:1 i1:8 i2:4] zeros(i0, i1, i2) -> cache(i0, i1, i2)
+    append = kv_append[h:1 d:4 m:2:reduce t:8:scatter:lookup] x(m, h, d) at(m) -> cache(h, t, d)
+  return cache
+"""
+    host = parse_host(text)
+    check_host(host)
+    with pytest.raises(CheckError, match=r"buffer 'cache'.* reads what nobody wrote"):
+        check_host(without(host, 1))
+
+
 def test_a_part_that_is_written_does_not_stand_for_the_whole():
     text = """
 host halves on mesh(tp=1)
