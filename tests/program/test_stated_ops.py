@@ -12,10 +12,15 @@ import torch
 
 from distmega.errors import DistmegaError, ProgramError
 from distmega.hostir.library.torch_types import torch_dtype
-from distmega.program.builder import Handle
+from distmega.kernels.machines import CPU
+from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.kinds import user_kinds
 from distmega.program.text import parse_program, print_program
 from distmega.program.types import Axis, Index, Op, Program, Tensor, verify_program
+from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import shard
+from distmega.sharding.localize import localize
+from distmega.sharding.planner import plan_program
 from tests.hostir.programs import run_program
 from tests.program.test_odd_operands import CASES, declared
 
@@ -149,6 +154,16 @@ def test_a_collective_is_as_its_kind_states_it(old: str, new: str, named: str):
 def test_axes_that_a_kind_numbers_may_have_any_name():
     text = of_kind("rms_norm").replace("m0", "row")
     assert print_program(parse_program(text)) == text
+
+
+def test_what_is_broadcast_stays_so_where_a_rank_has_one_head():
+    p = ProgramBuilder("heads")
+    q, k = p.input("q", (2, 4, 3, 8)), p.input("k", (2, 4, 5, 8))
+    program = p.build(p.attend(q, k, k, p.input("mask", (2, 1, 3, 5)), 1.0, name="y"))
+    local = localize(plan_program(program, DeviceMesh(tp=4), CPU, {"y": shard(1, "tp")})).program
+    assert "h:1 g:1" in print_program(local)
+    assert "mask(b, #0, m, t)" in print_program(local)
+    assert parse_program(print_program(local)) == local
 
 
 def test_axes_that_a_kind_knows_by_name_have_that_name():

@@ -319,14 +319,21 @@ def _score_factors(op: Op) -> tuple[float, int]:
 
 
 def _restated_attend(op: Op, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Built:
-    """With the result's dims in the order that the op has."""
+    """With the result's dims in the order that the op has, and a mask that is broadcast where it
+    is: a rank may have one head of those for which it is the same.
+    """
     stated, (out,) = attend(op.name, q, k, v, mask, _number(op, "scale"), _number(op, "softcap"))
+    if mask is not None:
+        *reads, seen = stated.reads
+        pairs = zip(seen.dims, op.reads[-1].dims, mask.shape, strict=True)
+        dims = (mine if (mine, extent) == (Index(), 1) else dim for dim, mine, extent in pairs)
+        stated = replace(stated, reads=(*reads, replace(seen, dims=tuple(dims))))
     (write,) = stated.writes
     order = [write.dims.index(dim) for dim in op.writes[0].dims if dim in write.dims]
     if sorted(order) != [0, 1, 2, 3]:
         return stated, (out,)
-    dims, shape = zip(*((write.dims[n], out.shape[n]) for n in order), strict=True)
-    return replace(stated, writes=(replace(write, dims=dims),)), (replace(out, shape=shape),)
+    ordered, shape = zip(*((write.dims[n], out.shape[n]) for n in order), strict=True)
+    return replace(stated, writes=(replace(write, dims=ordered),)), (replace(out, shape=shape),)
 
 
 def rope_values(x: Any, positions: Any, table: Any) -> Any:
