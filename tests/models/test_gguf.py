@@ -171,6 +171,17 @@ def test_unknown_architecture(tmp_path: Path):
         open_model(str(tmp_path / "m.gguf"))
 
 
+def test_a_part_of_a_model_is_named(tmp_path: Path):
+    writer = gguf.GGUFWriter(tmp_path / "m-00002-of-00003.gguf", "llama")
+    writer.add_uint16("split.no", 1)
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"00003\.gguf is part 2 of 3; .*gguf-split --merge"):
+        open_model(tmp_path / "m-00002-of-00003.gguf")
+
+
 def test_not_gguf(tmp_path: Path):
     (tmp_path / "m.gguf").write_bytes(b"not a model at all")
     with pytest.raises(ModelError, match="does not start with GGUF"):

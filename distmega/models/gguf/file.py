@@ -132,6 +132,12 @@ def open_gguf(path: Path) -> GgufFile:
         key = cursor.string()
         values[key] = cursor.value(cursor.scalar("<I"))
     metadata = Fields(values, str(path))
+    if (num_parts := metadata.integer("split.count", 1)) > 1:
+        raise ModelError(
+            f"{path} is part {metadata.integer('split.no', 0) + 1} of {num_parts}",
+            expected="a model in one file",
+            remedy="join them: llama-gguf-split --merge FIRST_PART FILE",
+        )
     tensors = [cursor.tensor() for _ in range(num_tensors)]
     placed = _locate_tensors(cursor, tensors, metadata.integer("general.alignment", 32))
     return GgufFile(
