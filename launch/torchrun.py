@@ -128,18 +128,37 @@ def claim_report() -> bool:
     """Whether this rank is the first of its job to ask, and so the one to explain the failure."""
     try:
         num_reporters: int = _reach_store().add("reporters", 1)
-    except DistError:
+    except (DistError, LaunchError):
         return True
     return num_reporters == 1
 
 
-@functools.cache
 def _reach_store() -> Store:
+    """The store of this job's ranks. LaunchError, at once the second time, where there is none."""
+    found = _find_store()
+    if isinstance(found, LaunchError):
+        raise found
+    return found
+
+
+@functools.cache
+def _find_store() -> Store | LaunchError:
+    """See _reach_store; what was in vain once is not tried again, for each try may take long."""
     here = read_rank()
-    if here.rank == 0 and not here.has_agent_store:
-        store = serve_store(here.address, REACH_S, port=here.port)
-    else:
-        store = reach_store(here.address, here.port, REACH_S)
+    try:
+        if here.rank == 0 and not here.has_agent_store:
+            store = serve_store(here.address, REACH_S, port=here.port)
+        else:
+            store = reach_store(here.address, here.port, REACH_S)
+    except LaunchError as error:
+        return error
+    except DistError as error:
+        return LaunchError(
+            f"rank {here.rank} of {here.world_size} finds no store at {here.address}, port"
+            f" {here.port} ({str(error).partition(chr(10))[0]})",
+            expected="torchrun's agent, or rank 0, to serve one there",
+            remedy="look for what ended it, correct MASTER_ADDR and MASTER_PORT, or start again",
+        )
     return PrefixStore(f"distmega/{here.restart}", store)
 
 

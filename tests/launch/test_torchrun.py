@@ -156,6 +156,49 @@ def test_variables_that_contradict_each_other_are_named_before_any_wait(
         list(launch("m:f", None, LauncherOptions(launcher="torchrun")))
 
 
+WITHOUT_A_STORE = """
+import sys
+from distmega.cli.main import main
+from distmega.launch import torchrun
+
+torchrun.REACH_S = 0.5
+sys.exit(main(["generate", "tiny-llama", "x", "--tp", "2", "--device", "cpu"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (0, "no rendezvous store at localhost, port "),
+        (1, "rank 1 of 2 finds no store at localhost"),
+    ],
+)
+def test_a_store_that_can_not_be_is_told_in_one_line(rank: int, message: str):
+    """Rank 0 is to serve it where another process listens; rank 1 reaches nobody, as where the
+    agent was killed.
+    """
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        if rank == 0:
+            taken.listen()
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
+                   "MASTER_PORT": taken.getsockname()[1]}  # fmt: skip
+        given = {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "x"}
+        given |= {name: str(number) for name, number in numbers.items()}
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_A_STORE],
+            env=os.environ | given,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+    assert done.returncode == 1, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("distmega: error: ")]
+    assert line.startswith(f"distmega: error: {message}")
+    assert "Traceback" not in done.stderr
+
+
 def test_auto_means_torchrun_inside_of_it_and_local_outside(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
