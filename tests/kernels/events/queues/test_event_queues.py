@@ -185,13 +185,14 @@ def test_symbols_run_what_is_in_use():
     )
     queues = make_queues(graph, 3)
     check_queues(queues)
-    tensors = {"x": torch.randn(16, 64), "w": torch.randn(4, 8, 64)}
+    tensors = given(graph.program, [])
     expected = run_program(graph.program, tensors)["C"]
     for batch in (0, 1, 3, 16):
         for seed in range(3):
             launch = run_queues(queues, tensors, symbols={"B": batch}, seed=seed)
-            torch.testing.assert_close(launch.tensors["C"][:batch], expected[:batch])
-            assert launch.tensors["C"][batch:].isnan().all()
+            found = launch.tensors["C"]
+            torch.testing.assert_close(found[:batch], expected[:batch], rtol=1e-5, atol=1e-4)
+            assert found[batch:].isnan().all()
             assert len(launch.ran) == batch + 2 * batch
     for number in range(queues.num_waits()):
         with pytest.raises(CheckError):
@@ -582,7 +583,7 @@ def test_queues_that_can_not_be(mutate, dynamic: Dynamic, message: str):
 
 def test_a_hang_names_who_waits_and_who_owes():
     queues = reordered(assign_tasks(analyse_events(rows_and_heads(), {}), 1, "never"))
-    tensors = {"x": torch.randn(16, 64), "w": torch.randn(4, 8, 64)}
+    tensors = given(queues.graph.program, [])
     with pytest.raises(HangError, match=r"SM 0: C\[0\] waits for .*owed by \['P\[0\]'\]"):
         run_queues(queues, tensors)
 
