@@ -9,6 +9,7 @@ data are in data_movement.py, norms over rows in norms.py, attention in attentio
 import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from distmega.arguments import shown
@@ -387,7 +388,7 @@ COLLECTIVE = OpKind(
     communicates=True,
     is_clipped=True,
     attrs={**PART, "dst_dim": COUNT, "dst_extent": COUNT},
-    misfit=lambda op, reads, writes: _collective_misfit(op, reads, writes, "dst_dim", "dim"),
+    misfit=partial(_collective_misfit, parted="dst_dim", gathered="dim"),
 )
 define(
     replace(
@@ -395,7 +396,7 @@ define(
         name="reduce_scatter",
         scatters_sums=True,
         attrs={**PART, "combine": SUM},
-        misfit=lambda op, reads, writes: _collective_misfit(op, reads, writes, "dim", ""),
+        misfit=partial(_collective_misfit, parted="dim", gathered=""),
     )
 )
 define(COLLECTIVE)
@@ -406,7 +407,7 @@ define(
         reaches_all=True,
         gathers_all=True,
         attrs=PART,
-        misfit=lambda op, reads, writes: _collective_misfit(op, reads, writes, "", "dim"),
+        misfit=partial(_collective_misfit, parted="", gathered="dim"),
     )
 )
 define(
@@ -417,7 +418,7 @@ define(
         sums_all=True,
         is_clipped=False,
         attrs={**TEAM, "combine": one_of("sum", "max", "min", "argmax")},
-        misfit=lambda op, reads, writes: _collective_misfit(op, reads, writes, "", ""),
+        misfit=partial(_collective_misfit, parted="", gathered=""),
     )
 )
 # slices locally: no bytes move
@@ -428,7 +429,7 @@ define(
         in_megakernel=True,
         is_clipped=True,
         attrs=PART,
-        misfit=lambda op, reads, writes: _collective_misfit(op, reads, writes, "dim", ""),
+        misfit=partial(_collective_misfit, parted="dim", gathered=""),
         reference=_take_shard_reference,
     )
 )
