@@ -275,6 +275,11 @@ def is_known(kind: str) -> bool:
     return kind in _KINDS or kind == FUSED_GRAPH
 
 
+def attr_rules(kind: str) -> Mapping[str, AttrRule]:
+    """Rules of attributes of ops of that kind, by name; none of a kind that is not defined."""
+    return _KINDS.get(kind, _INTERNAL).attrs
+
+
 def kinds() -> tuple[OpKind, ...]:
     """All that are defined, in the order of their definitions."""
     return tuple(_KINDS.values())

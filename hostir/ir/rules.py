@@ -39,7 +39,14 @@ from distmega.hostir.ir.uses import (
     view_sources,
 )
 from distmega.program.dtypes import ITEM_BYTES
-from distmega.program.kinds import is_known, kind_of, user_kinds, wrong_attr
+from distmega.program.kinds import (
+    AttrRule,
+    attr_rules,
+    is_known,
+    kind_of,
+    user_kinds,
+    wrong_attr,
+)
 from distmega.program.types import (
     Access,
     Op,
@@ -300,29 +307,22 @@ def fitting_collectives(walked: Walked) -> Iterator[Violation]:
                 yield index, found, f"shapes as {node.kind} over {counted(size, 'rank')} makes them"
 
 
-_DIMS: Mapping[str, tuple[str, ...]] = {
-    "all_gather": ("dim",),
-    "reduce_scatter": ("dim",),
-    "all_to_all": ("dim", "dst_dim"),
-}
-_COMBINES: Mapping[str, tuple[str, ...]] = {
-    "all_reduce": ("sum", "max", "min", "argmax"),
-    "reduce_scatter": ("sum", "max", "min"),
-}
-"""Kinds of collectives -> attributes that name dims; how they may combine, if they do."""
+_COMBINES_NOTHING = AttrRule(lambda value: value == "", "none")
 
 
 def _wrong_choice(node: Collective, num_dims: int, size: int) -> tuple[str, str] | None:
     """What a collective of operands of that many dims, over that many ranks, names that there is
-    not, and what there is.
+    not, and what there is, by the rules of ops of its kind.
     """
-    combines = _COMBINES.get(node.kind, ("",))
-    if (combine := node.get("combine", combines[0])) not in combines:
-        return f"combine={combine!r}", f"one of {', '.join(combines)}" if combines[0] else "none"
-    numbers = [(name, num_dims, "dim of its operand") for name in _DIMS.get(node.kind, ())]
+    rules, given = attr_rules(node.kind), dict(node.attrs)
+    combines = rules.get("combine", _COMBINES_NOTHING)
+    if "combine" in given and not combines.fits(given["combine"]):
+        return f"combine={given['combine']!r}", combines.expected
+    dims = [name for name in ("dim", "dst_dim") if name in rules]
+    numbers = [(name, num_dims, "dim of its operand") for name in dims]
     numbers += [("source", size, "rank")] if node.kind == "broadcast" else []
     for name, num, what in numbers:
-        if type(value := node.get(name, "")) is not int or not 0 <= value < num:
+        if type(value := given.get(name, "")) is not int or not 0 <= value < num:
             return f"{name}={value!r}", f"a {what}, from 0 to {num - 1}"
     return None
 
