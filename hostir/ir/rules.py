@@ -227,7 +227,7 @@ def fitting_views(walked: Walked) -> Iterator[Violation]:
         view, source = shown(node) or ("", "")
         if not view:
             continue
-        strides: tuple[int, ...] | None = known.get(source, ())
+        strides: tuple[int, ...] | None = known.get(source)
         strides = strides or packed_strides(walked.buffers[source].shape)
         if isinstance(node, LibraryOp):
             strides = view_strides(node.op, strides)

@@ -78,10 +78,10 @@ def analyse_events(
                 remedy="give it no tiles: then it is one task",
             )
     table = build_task_graph(tasks, groups, num_ranks)
-    kinds = {op.name: op for op in program.ops}
+    kinds, shown = {op.name: op for op in program.ops}, view_sources(program)
     events: list[EventTensor] = []
     for each in table.events:
-        events += _forms(each, grids, kinds, view_sources(program), num_ranks, len(events))
+        events += _forms(each, grids, kinds, shown, num_ranks, len(events))
     tensors = program.tensor_map()
     bounds = {name: tensors[tensor].shape[dim] for name, (tensor, dim) in (symbols or {}).items()}
     graph = EventGraph(
