@@ -17,6 +17,8 @@ from distmega.hostir.library.torch_types import NO_MEMORY, describe
 
 Signature = tuple[tuple[object, object], ...]
 """Of each flat input its shape and type, or its class and how it prints."""
+PlainKey = tuple[object, ...]
+"""Of a call with tensors alone, none in a list or the like: names, shapes and types."""
 
 _UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 
@@ -29,20 +31,6 @@ def forward_signature(module: object) -> inspect.Signature | None:
         return inspect.signature(module.forward)
     except (TypeError, ValueError):  # of a forward that isn't Python's
         return None
-
-
-def num_plain(forward: inspect.Signature | None) -> int:
-    """How many arguments forward takes where all come by place and none has a default, so that as
-    many need no binding; -1 where it takes others too.
-    """
-    if forward is None:
-        return -1
-    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    plain = all(
-        each.kind in positional and each.default is inspect.Parameter.empty
-        for each in forward.parameters.values()
-    )
-    return len(forward.parameters) if plain else -1
 
 
 def bind_arguments(
@@ -84,6 +72,30 @@ def signature_of(flat: Iterable[object]) -> Signature:
     return tuple(
         (_shape(x), x.dtype) if isinstance(x, Tensor) else (type(x), _printed(x)) for x in flat
     )
+
+
+def plain_key(args: Sequence[object], kwargs: Mapping[str, object]) -> PlainKey | None:
+    """What tells apart calls whose arguments are tensors of torch's own class; None of others. It
+    takes a tenth of the time that binding and flattening the arguments does.
+    """
+    values = (*args, *kwargs.values()) if kwargs else args
+    for x in values:
+        if type(x) is not Tensor or x.is_nested:
+            return None
+    shapes = [(x.shape, x.dtype) for x in values]  # type: ignore[attr-defined]
+    return (len(args), *kwargs, *shapes)
+
+
+def positions_of(
+    flat: Sequence[object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[int, ...] | None:
+    """Where each flat input stands among the arguments of a call, those by name behind the others;
+    None where they are not the same, or one stands there twice.
+    """
+    positions = {id(x): position for position, x in enumerate((*args, *kwargs.values()))}
+    if len(positions) != len(args) + len(kwargs) or positions.keys() != {id(x) for x in flat}:
+        return None
+    return tuple(positions[id(x)] for x in flat)
 
 
 def word(x: object) -> str:

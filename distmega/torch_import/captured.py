@@ -22,6 +22,7 @@ from distmega.errors import CaptureError, ProgramError, RankFailure, RequestErro
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator, require_mesh
 from distmega.hostir.library.opaque_graph import open_graph
 from distmega.hostir.library.torch_types import (
+    fits,
     hold,
     is_dense,
     require_real_tensors,
@@ -29,17 +30,20 @@ from distmega.hostir.library.torch_types import (
 )
 from distmega.kernels.machines import CPU, H200
 from distmega.program.types import Program
+from distmega.program.types import Tensor as ProgramTensor
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout
 from distmega.sharding.planner import Plan, plan_program
 from distmega.sharding.search.cost import Machine
 from distmega.torch_import.annotations import match_annotations
 from distmega.torch_import.calls import (
+    PlainKey,
     Signature,
     bind_arguments,
     called_like,
     forward_signature,
-    num_plain,
+    plain_key,
+    positions_of,
     signature_of,
     word,
 )
@@ -230,11 +234,13 @@ class CapturedModule(OwnProcess):
         self._versions: dict[str, int] = {}
         """Of those that programs hold copies of: how often each had been changed then."""
         self._forward = forward_signature(captured.module)
-        self._num_plain = num_plain(self._forward)
         self._parts = tuple(captured.module.modules())
         self._is_closed = False
         self._last = self._open(captured, self.plan)
         self._steps: dict[Key, _CapturedStep] = {captured.key: self._last}
+        self._plain: dict[tuple[PlainKey, Modes], tuple[_CapturedStep, tuple[int, ...]]] = {}
+        """For calls with tensors alone that came before: the program, and which argument each of
+        its inputs is."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives; results that are views of inputs are so here. Arguments come by
@@ -249,17 +255,14 @@ class CapturedModule(OwnProcess):
                 expected="calls before",
                 remedy="compile it again, on all ranks",
             )
-        if kwargs or len(args) != self._num_plain:
-            args, kwargs = bind_arguments(self._forward, args, kwargs)
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        step = self._step(flat, spec, args, kwargs)
+        step, flat = self._find(args, kwargs)
         self._turn_to(step)
         self._follow_module()
         graph = step.captured.graph
         given = {name: x for name, x in zip(graph.inputs, flat, strict=True) if name is not None}
         _require_apart(given, graph.updated.values())
         held = {name: hold(x) for name, x in given.items()}
-        parts = {name: step.compiled.part(name, x) for name, x in held.items()}
+        parts = step.parts(held)
         try:
             out = step.compiled(parts)
         except RequestError:
@@ -273,7 +276,8 @@ class CapturedModule(OwnProcess):
             late[x.position] if isinstance(x, Late) else self._result(x, whole, flat, step.tensors)
             for x in graph.outputs
         ]
-        return pytree.tree_unflatten(leaves, step.captured.out_spec)
+        spec = step.captured.out_spec
+        return leaves[0] if spec.is_leaf() else pytree.tree_unflatten(leaves, spec)
 
     def close(self) -> None:
         """Releases its programs, weights, states and communicator: CompiledProgram.close() of each.
@@ -284,6 +288,7 @@ class CapturedModule(OwnProcess):
         for step in self._steps.values():
             step.compiled.close()
         self._is_closed = True
+        self._plain.clear()
         for held in (self._persistent, self._sources, self._versions):
             held.clear()
         self._comm.close()
@@ -327,22 +332,38 @@ class CapturedModule(OwnProcess):
         if states:
             step.compiled.bind({name: self._persistent[name] for name in states})
 
+    def _find(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> "tuple[_CapturedStep, Sequence[Any]]":
+        """The program for a call, and its flat inputs."""
+        modes = _modes_of(self._parts) if self.captured.dynamic else self.captured.modes
+        plain = plain_key(args, kwargs)
+        if plain is not None and (found := self._plain.get((plain, modes))):
+            step, positions = found
+            values = (*args, *kwargs.values())
+            return step, [values[position] for position in positions]
+        bound = bind_arguments(self._forward, args, kwargs)
+        flat, spec = pytree.tree_flatten(bound)
+        step = self._step(flat, spec, modes, *bound)
+        if plain is not None and (order := positions_of(flat, args, kwargs)) is not None:
+            self._plain[plain, modes] = step, order
+        return step, flat
+
     def _step(
         self,
         flat: Sequence[Any],
         spec: pytree.TreeSpec,
+        modes: Modes,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> "_CapturedStep":
         """The program for inputs of these shapes, and the module's modes; captured anew for others,
         if that is allowed.
         """
-        dynamic = self.captured.dynamic
-        modes = _modes_of(self._parts) if dynamic else self.captured.modes
         key = spec, signature_of(flat), modes
         if key in self._steps:
             return self._steps[key]
-        if not dynamic:
+        if not self.captured.dynamic:
             raise CaptureError(
                 f"inputs {called_like([*map(word, flat)], spec)}",
                 expected="inputs like those at capture: "
@@ -406,6 +427,7 @@ class CapturedModule(OwnProcess):
             captured=captured,
             tensors=tensors,
             compiled=compiled,
+            whole_inputs=_whole_inputs(compiled),
             wholes={
                 name: tensors[name].to(self._device)
                 for name in (end.operands if end else ())
@@ -418,14 +440,28 @@ class CapturedModule(OwnProcess):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CapturedStep:
     """A program for inputs of some shapes, its weights, states and constants bound, and what runs
-    behind it on whole tensors. tensors: whole weights as they were then.
+    behind it on whole tensors. tensors: whole weights as they were then; whole_inputs: inputs of
+    the program that this rank has whole.
     """
 
     captured: Captured
     tensors: Mapping[str, Tensor]
     compiled: CompiledProgram
+    whole_inputs: Mapping[str, ProgramTensor]
     wholes: dict[str, Tensor]
     ending: Callable[[Sequence[Tensor]], list[Any]] | None
+
+    def parts(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of inputs. One that the rank has whole is passed on where it lies: the
+        program copies it, if it has to.
+        """
+        compiled, wholes, parts = self.compiled, self.whole_inputs, dict[str, Tensor]()
+        for name, x in held.items():
+            whole = wholes.get(name)
+            is_part = whole is not None and fits(x, whole) and x.device == compiled.device
+            is_part = is_part and x.is_contiguous()
+            parts[name] = x.detach() if is_part else compiled.part(name, x)
+        return parts
 
     def load(self, name: str, whole: Tensor) -> None:
         """Takes the values that a weight has now."""
@@ -448,6 +484,17 @@ class _CapturedStep:
                 expected="values that torch takes",
                 remedy="check the inputs",
             ) from error
+
+
+def _whole_inputs(compiled: CompiledProgram) -> dict[str, ProgramTensor]:
+    """Inputs of which this rank's part is the whole tensor."""
+    buffers = compiled.host.buffer_map()
+    return {
+        tensor.name: tensor
+        for tensor in compiled.plan.program.with_role("input")
+        if buffers[tensor.name].shape == tensor.shape
+        and compiled.slices(tensor.name) == tuple(slice(0, extent) for extent in tensor.shape)
+    }
 
 
 def _whole(leaf: Output, out: Mapping[str, Tensor]) -> Tensor:

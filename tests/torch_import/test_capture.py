@@ -691,6 +691,48 @@ def test_named_arguments_come_in_any_order(dynamic: bool):
             rank(pair, c, d=d, f=e)
 
 
+class Difference(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a - 2 * b
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_tensors_by_place_and_by_name_are_told_apart_in_later_calls(num_ranks: int):
+    x, y, z = torch.randn(3, 4, 4)
+    module = Difference()
+    ranks = open_ranks(distmega.capture(module, (x, y)), num_ranks)
+    for _ in range(2):  # a second call of a kind is bound as the first was
+        assert_close(call(ranks, x, x), module(x, x))
+        assert_close(call(ranks, x, y), module(x, y))
+        assert_close(call(ranks, y, b=z), module(y, z))
+        assert_close(call(ranks, b=x, a=z), module(z, x))
+        assert_close(call(ranks, a=x, b=z), module(x, z))
+
+
+def test_inputs_that_a_rank_has_whole_are_passed_on_where_they_lie(monkeypatch):
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(4, 4)
+    compiled = distmega.capture(module, (x,)).compile()
+    cut = CompiledProgram.part
+    copied: list[str] = []
+
+    def noted(self: CompiledProgram, name: str, whole: Tensor, **options: Any) -> Tensor:
+        copied.append(name)
+        return cut(self, name, whole, **options)
+
+    monkeypatch.setattr(CompiledProgram, "part", noted)
+    assert_close(compiled(x), module(x))
+    assert not copied
+    assert_close(compiled(x.t()), module(x.t()))
+    assert copied == ["input"]
+    grown = x.clone().requires_grad_()
+    result = compiled(grown)
+    assert not result.requires_grad
+    with torch.no_grad():
+        grown.zero_()
+    assert_close(result, module(x))
+    assert copied == ["input"]
+
+
 def test_the_order_of_keys_is_seen_by_the_module():
     a, b, c, d, e, f = (torch.randn(3) for _ in range(6))
     pair, turned = {"a": a, "b": b}, {"b": b, "a": a}
