@@ -71,12 +71,16 @@ def compile_graph(
     return _Compiled(graph, mesh, given.get("annotations", {}))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A compiled module, and the addresses of the parameters that it was given."""
+    """A compiled module, and the addresses of the parameters that it was given. has_states: it
+    overwrites parameters; updates: it overwrites inputs.
+    """
 
     module: CapturedModule
     addresses: tuple[int, ...]
+    has_states: bool
+    updates: bool
 
 
 class _Compiled:
@@ -98,6 +102,9 @@ class _Compiled:
             if text in named and paths.is_free(alias)
         }
         self._records = _records_gradients(graph)
+        self._parameters: Sequence[int] = ()
+        """Positions of parameters among the inputs, and of all others: what dynamo guards."""
+        self._others: Sequence[int] = ()
         self._entries: dict[tuple[object, ...], _Entry] = {}
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
@@ -107,18 +114,32 @@ class _Compiled:
                 expected="inference",
                 remedy="call the compiled model under torch.no_grad()",
             )
-        key = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in args)
-        entry, addresses = self._entries.get(key), _addresses(args)
+        if not self._entries:
+            positions = range(len(args))
+            self._parameters = [at for at in positions if isinstance(args[at], nn.Parameter)]
+            self._others = [at for at in positions if not isinstance(args[at], nn.Parameter)]
+        others = [args[at] for at in self._others]
+        key = tuple([(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in others])
+        addresses = tuple(map(Tensor.data_ptr, [args[at] for at in self._parameters]))
+        entry = self._entries.get(key)
         if entry is None or entry.addresses != addresses:
-            entry = _Entry(self._compile(args), addresses)
-            self._entries[key] = entry
-        tensors = [x for x in args if _comes_with_a_call(x)]
-        graph = entry.module.captured.graph
-        if graph.program.with_role("state") or (graph.updated and overlap(_tensors(args))):
+            entry = self._entries[key] = self._open(args, addresses)
+        if entry.has_states or (entry.updates and overlap(_tensors(args))):
             found: tuple[Any, ...] = self._graph(*args)
             return found
-        results: tuple[Any, ...] = entry.module(*tensors)
+        results: tuple[Any, ...] = entry.module(*[x for x in others if isinstance(x, Tensor)])
         return results
+
+    def _open(self, args: Sequence[Any], addresses: tuple[int, ...]) -> _Entry:
+        module = self._compile(args)
+        graph = module.captured.graph
+        has_states = bool(graph.program.with_role("state"))
+        return _Entry(
+            module=module,
+            addresses=addresses,
+            has_states=has_states,
+            updates=bool(graph.updated),
+        )
 
     def _compile(self, args: Sequence[Any]) -> CapturedModule:
         """The program for inputs of these shapes; parameters and sizes are bound to it."""
@@ -210,11 +231,6 @@ def _attach(module: nn.Module, path: Sequence[str], parameter: nn.Parameter) -> 
             module.add_module(part, nn.Module())
         module = module.get_submodule(part)
     module.register_parameter(path[-1], parameter)
-
-
-def _addresses(args: Sequence[Any]) -> tuple[int, ...]:
-    """Where each parameter lies in memory."""
-    return tuple(x.data_ptr() for x in args if isinstance(x, nn.Parameter))
 
 
 def _records_gradients(graph: fx.GraphModule) -> bool:
