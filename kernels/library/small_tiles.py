@@ -1,5 +1,5 @@
-"""Whether a product of a few hundred rows runs by small tiles, and by which: the least predicted
-time.
+"""Whether a product of up to a few hundred rows runs by small tiles, and by which: the least
+predicted time.
 
 In: its extents. Out: SmallTiles, or None where torch's product, and a kernel behind it for the
 formula, is expected to be as fast. Next: tiled_products.py.
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-LEAST_ROWS, MOST_ROWS = 17, 1024
+LEAST_ROWS, MOST_ROWS = 2, 1024
 MOST_WEIGHT_BYTES = 6 * 2**20
 """Of the products that were measured to gain: larger weights keep the memory busy in any kernel."""
 ALIGNED = 8
@@ -24,7 +24,8 @@ HALF_BYTES = 2
 class SmallTiles:
     """Rows, columns and terms of the sum at a time; warps; slots of operands on the way; parts of
     the sum. resident: programs that an SM has at once. start_us: of a wave of programs; step_us: of
-    a step along the sum, which programs of an SM take in turns.
+    a step along the sum, which programs of an SM take in turns; formula_us: of applying a formula
+    to a tile.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class SmallTiles:
     resident: int = 1
     start_us: float = 0.0
     step_us: float = 0.0
+    formula_us: float = 0.8
 
 
 TILES = (
@@ -44,12 +46,23 @@ TILES = (
         rows=64, columns=64, depth=128, warps=4, stages=3, resident=2, start_us=2.4, step_us=0.23
     ),
     SmallTiles(rows=64, columns=16, depth=256, warps=4, stages=4, start_us=1.83, step_us=0.353),
+    SmallTiles(
+        rows=16,
+        columns=16,
+        depth=256,
+        warps=1,
+        stages=4,
+        resident=3,
+        start_us=1.1,
+        step_us=0.45,
+        formula_us=0.25,
+    ),
 )
 """Measured on H200s, in graphs of kernels that start early, as all times here."""
-FORMULA_US, SUM_US = 0.8, 2.8
-"""Of applying a formula to a tile, and of adding up parts."""
+SUM_US = 2.8
+"""Of adding up parts."""
 RAGGED_US = 1.5
-"""Of tiles of rows beyond the last."""
+"""Of rows that fill no last tile, but for those of the only one."""
 BYTES_PER_US = 4.1e6
 LIBRARY_US, LIBRARY_TERM_US, LIBRARY_ROW_US = 2.9, 0.0007, 0.0015
 """Of torch's product: of any, of each term of the sum for up to LIBRARY_ROWS rows, twice that for
@@ -65,22 +78,38 @@ LIBRARY_ODD_US = 1.0
 MIN_PREDICTED_SPEEDUP = 1.1
 
 
-@cache
 def choose_small_tiles(
     rows: int, columns: int, depth: int, num_sms: int, *, has_formula: bool
 ) -> SmallTiles | None:
     """Tiles for x [rows, depth] times w [columns, depth]; None where the library's is expected to
     be as fast.
     """
+    return _choose(rows, columns, depth, num_sms, has_formula=has_formula)[0]
+
+
+def product_us(rows: int, columns: int, depth: int, num_sms: int, *, has_formula: bool) -> float:
+    """Predicted time of the product of x [rows, depth] and w [columns, depth], by what is chosen
+    for it.
+    """
+    return _choose(rows, columns, depth, num_sms, has_formula=has_formula)[1]
+
+
+@cache
+def _choose(
+    rows: int, columns: int, depth: int, num_sms: int, *, has_formula: bool
+) -> tuple[SmallTiles | None, float]:
+    """Tiles, or None for torch's product, and the predicted time."""
+    library = library_us(rows, columns, depth) + LIBRARY_FORMULA_US * has_formula
     if not LEAST_ROWS <= rows <= MOST_ROWS or HALF_BYTES * columns * depth > MOST_WEIGHT_BYTES:
-        return None
+        return None, library
     best, us = min(
-        ((tiles, tiles_us(rows, columns, depth, num_sms, tiles)) for tiles in _candidates(depth)),
+        (
+            (tiles, tiles_us(rows, columns, depth, num_sms, tiles) + tiles.formula_us * has_formula)
+            for tiles in _candidates(depth)
+        ),
         key=lambda found: found[1],
     )
-    us += FORMULA_US * has_formula
-    library = library_us(rows, columns, depth) + LIBRARY_FORMULA_US * has_formula
-    return best if us * MIN_PREDICTED_SPEEDUP < library else None
+    return (best, us) if us * MIN_PREDICTED_SPEEDUP < library else (None, library)
 
 
 def tiles_us(rows: int, columns: int, depth: int, num_sms: int, tiles: SmallTiles) -> float:
@@ -89,7 +118,8 @@ def tiles_us(rows: int, columns: int, depth: int, num_sms: int, tiles: SmallTile
     steps = _ceil(_ceil(depth, tiles.depth), tiles.parts)
     waves = _ceil(programs, num_sms * tiles.resident)
     us = waves * tiles.start_us + _ceil(programs, num_sms) * steps * tiles.step_us
-    return us + SUM_US * (tiles.parts > 1) + RAGGED_US * (rows % tiles.rows > 0)
+    is_ragged = rows > tiles.rows and rows % tiles.rows > 0
+    return us + SUM_US * (tiles.parts > 1) + RAGGED_US * is_ragged
 
 
 def library_us(rows: int, columns: int, depth: int) -> float:
@@ -97,7 +127,8 @@ def library_us(rows: int, columns: int, depth: int) -> float:
     read_us = HALF_BYTES * columns * depth / BYTES_PER_US
     terms_us = LIBRARY_TERM_US * depth * (1 if rows <= LIBRARY_ROWS else 2)
     odd_us = LIBRARY_ODD_US if depth % ALIGNED or columns % ALIGNED else 0.0
-    return LIBRARY_US + terms_us + LIBRARY_ROW_US * rows + LIBRARY_READ_SHARE * read_us + odd_us
+    moved_us = max(terms_us + LIBRARY_READ_SHARE * read_us, read_us)
+    return LIBRARY_US + moved_us + LIBRARY_ROW_US * rows + odd_us
 
 
 def _candidates(depth: int) -> Iterator[SmallTiles]:

@@ -29,7 +29,10 @@ def operands(rows: int, columns: int, depth: int, *, turned: bool) -> list[Tenso
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("extents", [(128, 768, 3072), (17, 100, 196), (300, 72, 264), (64, 8, 20)])
+@pytest.mark.parametrize(
+    "extents",
+    [(128, 768, 3072), (17, 100, 196), (300, 72, 264), (64, 8, 20), (2, 768, 768), (5, 40, 2048)],
+)
 def test_products_are_those_of_float64(extents: tuple[int, int, int], turned: bool):
     x, w, bias = operands(*extents, turned=turned)
     exact = torch.nn.functional.linear(x.double(), w.double(), bias.double())

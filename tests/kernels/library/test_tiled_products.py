@@ -17,7 +17,7 @@ def test_interpreted_products_are_torchs_however_the_sum_is_cut() -> None:
 
 @pytest.mark.parametrize(("by_tma", "split"), [(True, True), (False, False)])
 @pytest.mark.parametrize("tile", TILES)
-def test_tiles_multiply_by_wgmma_and_nothing_spills(
+def test_tiles_multiply_by_tensor_cores_and_nothing_spills(
     tile: SmallTiles, by_tma: bool, split: bool
 ) -> None:
     rows, columns, depth, warps = tile.rows, tile.columns, tile.depth, tile.warps
@@ -40,7 +40,7 @@ def test_tiles_multiply_by_wgmma_and_nothing_spills(
     }  # fmt: skip
     code = compile_kernel(multiply_tiles, types, constants, warps, None)
     assert code.stack_bytes == 0
-    assert "wgmma.mma_async" in code.ptx
+    assert ("wgmma.mma_async" if rows >= 64 else "mma.sync.aligned.m16n8k16") in code.ptx
     assert ("cp.async.bulk.tensor" in code.ptx) == by_tma
     assert ("atom." in code.ptx) == split
     assert code.ptx.count("griddepcontrol.wait") == 1
@@ -52,7 +52,13 @@ SMS = 132
 
 @pytest.mark.parametrize(
     ("extents", "has_formula"),
-    [((128, 2304, 768), False), ((128, 3072, 768), True), ((768, 384, 196), True)],
+    [
+        ((128, 2304, 768), False),
+        ((128, 3072, 768), True),
+        ((768, 384, 196), True),
+        ((4, 512, 512), False),
+        ((16, 768, 3072), True),
+    ],
 )
 def test_products_with_few_tiles_take_small_ones(
     extents: tuple[int, int, int], has_formula: bool
@@ -68,8 +74,8 @@ def test_others_are_the_librarys(extents: tuple[int, int, int]) -> None:
 
 
 def test_a_formula_inside_makes_small_tiles_pay() -> None:
-    assert choose_small_tiles(96, 96, 96, SMS, has_formula=False) is None
-    assert choose_small_tiles(96, 96, 96, SMS, has_formula=True)
+    assert choose_small_tiles(96, 768, 768, SMS, has_formula=False) is None
+    assert choose_small_tiles(96, 768, 768, SMS, has_formula=True)
 
 
 def test_an_sm_has_the_programs_of_a_wave() -> None:
