@@ -38,6 +38,7 @@ from distmega.kernels.hopper.plan.types import unfit
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.queues import Queues
 from distmega.kernels.isa.lowering import why_not_encodable
+from distmega.kernels.library.graph_times import graph_us
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.records.specs import find_specs
 from distmega.kernels.runners import (
@@ -52,7 +53,8 @@ from distmega.kernels.runtime.arena import ArenaLayout, Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
 from distmega.kernels.runtime.stepping import TracedRunner
 from distmega.kernels.runtime.symmetric import Team
-from distmega.kernels.tasks.cost import segment_us
+from distmega.kernels.tasks.cost import fused_us, segment_us
+from distmega.kernels.tasks.fuse import FusedContraction, FusedPointwise, fuse_segment
 from distmega.program.kinds import collective_kinds, kind_of, kinds
 from distmega.program.types import Op, Program, packed_strides, view_strides
 from distmega.program.types import Tensor as ProgramTensor
@@ -65,6 +67,10 @@ CPU_SMS = 8
 """Virtual SMs of a rank on a CPU."""
 MOST_INSTRUCTIONS = 16384
 """Of an op of a program that is asked to be one launch."""
+LEAST_GAIN = 1.1
+"""By which library ops are to be faster where a kernel can do a program, since both times are
+predicted.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +204,7 @@ def plan_whole(
         plan = _plan_rows(local, comm, device, rules, most_rows)
         if not forced:
             _require_several(sum(not op.is_view for op in local.program.ops))
+            _require_sooner(plan, local)
         return plan
     except UnsupportedError as refused:
         if not forced:
@@ -398,6 +405,26 @@ def _require_several(num_ops: int) -> None:
             "a program of one op",
             expected="several ops, which one kernel does sooner than as many",
             remedy="leave it to a library op, or ask for one launch by megakernel=True",
+        )
+
+
+def _require_sooner(plan: WholePlan, local: Localized) -> None:
+    """Refuses what library ops do in clearly less time: short programs, or rows of small weights,
+    where SMs wait for each other longer than a kernel takes to start. Two products of 128 columns
+    take 7 us by library ops and 12 by the kernel of several rows on an H200.
+    """
+    fused = fuse_segment(plan.segment)
+    if not all(isinstance(op, FusedContraction | FusedPointwise) for op in fused):
+        return  # nothing is known of what library ops take
+    kernel_us = fused_us(fused, plan.segment.tensor_map(), H200_DEVICE)
+    host = lower_program(local, megakernel=False, peer_memory=False, fuse=True)
+    library_us = graph_us(host, H200_DEVICE)
+    if library_us * LEAST_GAIN < kernel_us:
+        raise UnsupportedError(
+            f"a program of {kernel_us:.1f} us by one kernel, as predicted, and {library_us:.1f} us"
+            " by library ops",
+            expected="one that a kernel does sooner",
+            remedy="leave it to library ops, or ask for one launch by megakernel=True",
         )
 
 
