@@ -2,8 +2,8 @@
 GPU out, or library ops and collectives in one CUDA graph.
 
 program/ states programs, models/ and sources/ make them of models, torch_import/ of torch modules;
-compiled.py runs any of them on a rank, engine/ language models; superopt/ finds faster equals of
-programs; cli/ is the command. Read compiled.py first, and docs/walk.md beside it.
+compiled/ runs any of them on a rank, engine/ language models; superopt/ finds faster equals of
+programs; cli/ is the command. Read compiled/compile.py first, and docs/walk.md beside it.
 
 The names of `__all__` are the library; what they are for stands in docs/library.md.
 `distmega.launch`, `distmega.hostir` and `distmega.kernels` have public names of their own, and

@@ -4,7 +4,7 @@ In: one rank's local program. Out: a host program of one launch, and the runner 
 the arenas that hold the program's weights and states. On Hopper GPUs it is the kernel of one row
 (hopper/row_plan/queues.py) or that of several (hopper/batch_plan/queues.py), on CPUs the
 interpreter (cpu/runner.py), whose records a GPU runs where its kernels refuse a program and one
-launch is asked for (records/runner.py). Used by distmega/compiled.py.
+launch is asked for (records/runner.py). Used by distmega/compiled/lowering.py.
 """
 
 import hashlib

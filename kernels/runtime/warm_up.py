@@ -2,7 +2,7 @@
 
 In: a GPU, and how values are kept for the next process. Out: nothing; later calls find Triton's
 driver loaded and its own key known, cuBLAS with a handle, torch's kernels of a first prompt loaded.
-Used by engine.py and compiled.py; next on the walk: relaunch.py.
+Used by engine.py and compiled/program.py; next on the walk: relaunch.py.
 """
 
 import logging

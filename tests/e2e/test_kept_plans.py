@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from distmega import compiled
+from distmega.compiled import lowering
 from distmega.engine import kept_plans
 from distmega.engine.decode_plan import DecodePlan, lower_decode, lower_prefill, plan_decode
 from distmega.engine.kept_plans import NOTHING_KEPT, KeptPlans
@@ -191,8 +191,8 @@ def test_the_kernel_of_a_program_is_planned_by_the_first_process(
         return whole.plan_whole(*given, **named)
 
     monkeypatch.setattr("distmega.kernels.runners.require_hopper", lambda device: 8)
-    monkeypatch.setattr(compiled, "facts_of", lambda device: ("a Hopper GPU", 8))
-    monkeypatch.setattr(compiled, "plan_whole", plan_whole)
+    monkeypatch.setattr(lowering, "facts_of", lambda device: ("a Hopper GPU", 8))
+    monkeypatch.setattr(lowering, "plan_whole", plan_whole)
     monkeypatch.setattr(kept_plans, "FOLDER", tmp_path)
 
     def kernel_of(formula: str, rules: Sequence[RewriteRule] = shipped_rules()) -> WholePlan:
@@ -202,7 +202,7 @@ def test_the_kernel_of_a_program_is_planned_by_the_first_process(
         program = p.build(p.linear(h, p.weight("down", (64, 128), "bf16")))
         local = localize(plan_program(program, ALONE, H200))
         comm, device = SingleCommunicator(ALONE), torch.device("cuda", 0)
-        return compiled._kept_kernel(local, comm, device, rules, forced=False)
+        return lowering.plan_kept_kernel(local, comm, device, rules, forced=False)
 
     first, again = (kernel_of("tanh(a0)") for _ in range(2))
     assert planned.num == 1

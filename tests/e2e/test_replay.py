@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import distmega
-from distmega import compiled
 from distmega.compiled import CompiledProgram
+from distmega.compiled.replay import MOST_REBOUND
 from distmega.errors import CheckError, HangError, ProgramError, RequestError
 from distmega.hostir import SingleCommunicator
+from distmega.hostir.check.check import prove_once
 from distmega.hostir.run import cuda_graph, evaluator
 from distmega.kernels.whole import WholeKernel
 from tests.hostir.threads import ThreadCommunicator, Wires
@@ -63,8 +64,8 @@ class Graph:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """Lets programs on the CPU be captured; gives the graphs made so far."""
     Graph.made = []
-    monkeypatch.setattr(compiled, "CapturedHost", Graph)
-    monkeypatch.setattr(compiled, "shared_memory", lambda device: None)
+    monkeypatch.setattr("distmega.compiled.replay.CapturedHost", Graph)
+    monkeypatch.setattr("distmega.compiled.replay.shared_memory", lambda device: None)
     monkeypatch.setattr(evaluator.Evaluator, "graph_breaks", ())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
     return Graph.made
@@ -265,7 +266,7 @@ def test_a_tensor_that_changed_its_shape_is_refused(is_bound: bool, graphs: list
 def test_calls_may_bring_other_states_a_few_times(replay: bool, graphs: list[Graph]):
     step, tensors = compile_counter(replay=replay), given()
     step(tensors)
-    for number in range(compiled.MOST_REBOUND + 2):
+    for number in range(MOST_REBOUND + 2):
         state = torch.full((2, 4), float(number))
         assert step({**tensors, "s": state})["s"] is state
         assert torch.equal(state, torch.full((2, 4), number + 1.0))
@@ -273,7 +274,7 @@ def test_calls_may_bring_other_states_a_few_times(replay: bool, graphs: list[Gra
     assert not step.stats.replayed
     reason = "calls bring weights or states of their own" if replay else "replay=False"
     assert step.stats.reason == reason
-    assert len(graphs) == (1 + compiled.MOST_REBOUND) * replay
+    assert len(graphs) == (1 + MOST_REBOUND) * replay
 
 
 def test_a_warm_program_has_tensors_of_its_own(graphs: list[Graph]):
@@ -299,7 +300,7 @@ def test_inputs_are_copied_to_those_of_a_warm_program(replay: bool, graphs: list
     step = compile_counter(warm=True, replay=replay)
     own = step.tensors["x"]
     step.load({"w": torch.eye(4)})
-    for number in range(2 * compiled.MOST_REBOUND):
+    for number in range(2 * MOST_REBOUND):
         assert torch.equal(
             step({"x": torch.full((2, 4), float(number))})["y"], torch.full((2, 4), float(number))
         )
@@ -432,7 +433,7 @@ def test_no_rank_captures_where_one_can_not(graphs: list[Graph], monkeypatch: py
             raise RuntimeError("out of memory\nmore")
         return Graph(runs, *given)
 
-    monkeypatch.setattr(compiled, "CapturedHost", capture)
+    monkeypatch.setattr("distmega.compiled.replay.CapturedHost", capture)
     reasons = on_two_ranks(lambda step, rank: (step.stats.replayed, step.stats.reason))
     assert reasons == [(False, "rank 1: out of memory")] * 2
     (graph,) = graphs
@@ -446,7 +447,7 @@ def test_a_rank_that_knows_of_a_problem_keeps_all_from_capturing(
     def problems(host: object, device: object, tensors: object) -> Iterator[str]:
         yield "weight 'w' is on the CPU"
 
-    monkeypatch.setattr(compiled, "tensor_breaks", problems)
+    monkeypatch.setattr("distmega.compiled.replay.tensor_breaks", problems)
     found = on_two_ranks(lambda step, rank: step.stats.reason)
     assert found == ["weight 'w' is on the CPU"] * 2
     assert not graphs
@@ -454,7 +455,7 @@ def test_a_rank_that_knows_of_a_problem_keeps_all_from_capturing(
 
 def test_a_host_program_is_proven_before_it_runs(monkeypatch: pytest.MonkeyPatch):
     num: list[object] = []
-    compiled.prove_once.cache_clear()
+    prove_once.cache_clear()
     monkeypatch.setattr("distmega.hostir.check.check.check_host", num.append)
     for _ in range(3):
         compile_counter()
@@ -463,11 +464,11 @@ def test_a_host_program_is_proven_before_it_runs(monkeypatch: pytest.MonkeyPatch
     def refuse(host: object) -> None:
         raise CheckError("a race", expected="none", remedy="wait")
 
-    compiled.prove_once.cache_clear()
+    prove_once.cache_clear()
     monkeypatch.setattr("distmega.hostir.check.check.check_host", refuse)
     with pytest.raises(CheckError, match="a race"):
         compile_counter()
-    compiled.prove_once.cache_clear()
+    prove_once.cache_clear()
 
 
 def test_the_first_problem_names_its_rank():

@@ -9,8 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from distmega import compiled
-from distmega.compiled import CompiledProgram
+from distmega.compiled import CompiledProgram, lowering
 from distmega.engine import kept_plans
 from distmega.engine.ranks.trace_summary import sum_tasks, summarise_sms
 from distmega.hostir.comm.communicator import SingleCommunicator
@@ -125,8 +124,8 @@ def one_linear(rows: int) -> Program:
 def test_a_kernel_is_planned_by_the_first_process(program, tmp_path, monkeypatch):
     """Its timeline as well, for which instructions are made again."""
     monkeypatch.setattr(kept_plans, "FOLDER", tmp_path)
-    planned = Mock(wraps=compiled.plan_whole)
-    monkeypatch.setattr(compiled, "plan_whole", planned)
+    planned = Mock(wraps=lowering.plan_whole)
+    monkeypatch.setattr(lowering, "plan_whole", planned)
     plan = plan_program(program, MESH, H200)
     given = {key: x.cuda() for key, x in values_of(program).items()}
     found = []

@@ -174,7 +174,7 @@ def test_two_programs_and_an_engine_take_turns():
         assert list(engine.generate([1, 2, 3], 6)) == tokens
     for which, ours, theirs in found:
         assert all(torch.equal(x, theirs[name]) for name, x in ours.items()), which
-    assert graphs[0]._captured._memory is graphs[1]._captured._memory
+    assert graphs[0]._replay.captured._memory is graphs[1]._replay.captured._memory
 
 
 def test_what_a_graph_can_not_hold_runs_node_by_node():

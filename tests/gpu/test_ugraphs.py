@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distmega import compiled
-from distmega.compiled import CompiledProgram
+from distmega.compiled import CompiledProgram, lowering
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.machines import H200
 from distmega.kernels.ugraphs.geometry import graph_plans, has_plan, rule_plan
@@ -105,7 +104,7 @@ OTHER_SIZES = (
 @pytest.mark.parametrize("case", OTHER_SIZES)
 def test_rules_hold_at_sizes_of_no_rule(case: str, monkeypatch: pytest.MonkeyPatch):
     """Also where they are predicted to gain too little to be used."""
-    monkeypatch.setattr(compiled, "pays", has_plan)
+    monkeypatch.setattr(lowering, "pays", has_plan)
     program, mesh = read_case(case), DeviceMesh(tp=1)
     plan = plan_program(program, mesh, H200)
     run = CompiledProgram(plan, SingleCommunicator(mesh), "cuda:0", megakernel=False)

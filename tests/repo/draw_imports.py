@@ -17,7 +17,14 @@ BANDS = (
     ("starting ranks", ("distmega.launch",)),
     (
         "models, engine",
-        ("distmega.engine", "distmega.models", "distmega.sources", "distmega.torch_import", "top"),
+        (
+            "distmega.compiled",
+            "distmega.engine",
+            "distmega.models",
+            "distmega.sources",
+            "distmega.torch_import",
+            "top",
+        ),
     ),
     ("kernels", ("distmega.kernels",)),
     ("host programs", ("distmega.hostir",)),

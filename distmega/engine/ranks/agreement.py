@@ -1,7 +1,7 @@
 """What ranks decide together, before any of them does something that needs the others.
 
 Comes in: what one rank sees. Goes out: the same answer or error on every rank that asks. Used by
-engine.py and by compiled.py.
+engine.py and compiled/lowering.py.
 """
 
 from collections.abc import Callable, Sequence

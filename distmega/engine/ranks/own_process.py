@@ -1,5 +1,5 @@
 """What is of use in the process that made it alone: it has threads, connections or memory of a GPU,
-which neither a fork nor a pickle takes along. Used by calls.py, engine.py, compiled.py and
+which neither a fork nor a pickle takes along. Used by calls.py, engine.py, compiled/ and
 torch_import/captured.py.
 """
 
