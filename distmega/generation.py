@@ -1,6 +1,7 @@
 """One call that answers prompts: a GenerateRequest in, ranks started and ended, answers out.
 
-The command (cli/main.py) checks and places ranks by the same functions. Next: launch/launchers.py.
+The command (cli/starting.py) checks and places ranks by the same functions. Next:
+launch/launchers.py.
 """
 
 import os

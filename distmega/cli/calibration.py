@@ -8,7 +8,7 @@ found. Next: kernels/gemm/times/rates_file.py.
 from collections.abc import Iterator
 from pathlib import Path
 
-from distmega.cli.doctor import HOPPER, Facts, Finding
+from distmega.cli.findings import HOPPER, Facts, Finding
 from distmega.errors import RequestError, counted
 from distmega.kernels.gemm.times.rates import OverlapRates
 from distmega.kernels.gemm.times.rates_file import Measured, library_versions, write_rates

@@ -10,14 +10,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
+import tyro
 from rich.console import Console
 
-from distmega.cli.streams import read_text
+from distmega.cli.flags import Out
+from distmega.cli.streams import open_console, read_text
 from distmega.errors import RequestError, counted
+from distmega.kernels.machines import MACHINES
 from distmega.program.text import parse_program
 from distmega.program.types import Program
-from distmega.sharding.search.cost import Machine
 from distmega.superopt.optimize import Optimizer, Refusal
 from distmega.superopt.programs import FAMILIES, read_case
 from distmega.superopt.rules import RewriteRule, require_writable_rules, write_rules
@@ -28,16 +31,33 @@ LINE_S = 5.0
 """Seconds between two lines of progress."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SuperoptRequest:
-    """What to search: `program` is a case's name or a file. out: the rules file."""
+@dataclass(frozen=True, kw_only=True)
+class Superopt:
+    """Search equivalents of a tensor program, prove them, keep them as rules.
 
-    program: str
-    machine: Machine
-    out: Path
-    limits: SearchLimits
-    seed: int
-    full: bool
+    Ctrl-C ends the search, and so does its budget; what it has found is kept.
+    """
+
+    program: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROGRAM")]
+    """A file with a printed program, - for standard input, or a case such as
+    "lora k=4096 n=4096 rank=16 rows=1".
+    """
+    out: Out = Path("rules.json")
+    """Rules file to write."""
+    machine: Literal["h100", "h200"] = "h200"
+    """Whose cost model predicts."""
+    slack: int = 1
+    """Ops beyond the least that a graph may have."""
+    kernels: int = 3
+    """Kernels that a graph may have."""
+    kept: int = 12
+    """Graphs, of different structure, that are proven at most."""
+    budget: int = 600
+    """Seconds of search, after which the best graph found so far is proven; 0 sets no limit."""
+    seed: int = 0
+    """Of the proofs' random tests; the search has no chance in it."""
+    full: bool = False
+    """Print all graphs, not the best alone."""
 
 
 def read_program(text: str) -> Program:
@@ -55,19 +75,32 @@ def read_program(text: str) -> Program:
     return parse_program(found)
 
 
-def run_superopt(request: SuperoptRequest, console: Console, errors: Console) -> None:
+def run_superopt(command: Superopt, console: Console) -> None:
     """Searches, proves, prints and writes."""
-    optimizer = Optimizer(
-        read_program(request.program), request.machine, request.limits, request.seed
+    numbers = command.slack, command.kernels - 1, command.kept - 1, command.budget, command.seed
+    if min(numbers) < 0:
+        raise RequestError(
+            f"--slack {command.slack} --kernels {command.kernels} --kept {command.kept} "
+            f"--budget {command.budget} --seed {command.seed}",
+            expected="kernels and kept of at least 1, none below 0",
+            remedy="correct these",
+        )
+    limits = SearchLimits(
+        slack=command.slack,
+        max_kernels=command.kernels,
+        num_kept=command.kept,
+        budget_s=command.budget,
     )
-    require_writable_rules(request.out)
+    machine, errors = MACHINES[command.machine], open_console(stderr=True)
+    optimizer = Optimizer(read_program(command.program), machine, limits, command.seed)
+    require_writable_rules(command.out)
     start = time.monotonic()
     try:
         _follow(optimizer.run(), errors, start)
     except KeyboardInterrupt:
         errors.print("interrupted; proving what was found", markup=False)
         _follow(optimizer.prove_found(), errors, start)
-    for line in summary(optimizer, time.monotonic() - start, full=request.full):
+    for line in summary(optimizer, time.monotonic() - start, full=command.full):
         console.print(line, markup=False)
     if not optimizer.rules:
         raise RequestError(
@@ -75,8 +108,8 @@ def run_superopt(request: SuperoptRequest, console: Console, errors: Console) ->
             expected="at least one",
             remedy="allow more by --budget, --slack or --kept",
         )
-    write_rules(request.out, optimizer.rules)
-    console.print(f"{counted(len(optimizer.rules), 'rule')} in {request.out}", markup=False)
+    write_rules(command.out, optimizer.rules)
+    console.print(f"{counted(len(optimizer.rules), 'rule')} in {command.out}", markup=False)
 
 
 def _follow(

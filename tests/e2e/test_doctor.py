@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distmega.cli.calibration import calibrate_machine
-from distmega.cli.doctor import Facts, Finding, Gpu, examine, gather_facts
+from distmega.cli.findings import Facts, Finding, Gpu, examine, gather_facts
 from distmega.cli.main import main
 from distmega.errors import RequestError
 

@@ -89,7 +89,7 @@ def test_a_prompt_in_utf_8_is_read_in_any_locale() -> None:
 def test_what_no_encoding_has_is_refused_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("distmega.cli.main.launch", lambda *given: pytest.fail("ranks started"))
+    monkeypatch.setattr("distmega.cli.starting.launch", lambda *given: pytest.fail("ranks started"))
     for text in "caf\udce9", "\ud800", "\udce9" * 5000:
         for given in ["generate", "tiny-llama", text], [*TINY, "--stop", text]:
             assert main(given) == 2
@@ -207,7 +207,7 @@ def test_gpus_are_looked_for_before_anything_is_read(
 def test_memory_is_looked_at_before_anything_is_built(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distmega.cli.main.launch", lambda *given: pytest.fail("ranks started"))
+    monkeypatch.setattr("distmega.cli.starting.launch", lambda *given: pytest.fail("ranks started"))
     config = {
         "model_type": "llama", "hidden_size": 65536, "num_attention_heads": 64,
         "intermediate_size": 262144, "vocab_size": 2**22, "num_hidden_layers": 100,

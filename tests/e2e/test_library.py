@@ -290,6 +290,6 @@ def test_the_command_logs_from_the_level_asked_for(monkeypatch):
     told = {}
     monkeypatch.setenv("DISTMEGA_LOG", "debug")
     monkeypatch.setattr("logging.basicConfig", lambda **given: told.update(given))
-    monkeypatch.setattr("distmega.cli.main.launch", lambda *given: iter(()))
+    monkeypatch.setattr("distmega.cli.starting.launch", lambda *given: iter(()))
     assert main(["generate", "tiny-llama", "hi"]) == 0
     assert told["level"] == "DEBUG"

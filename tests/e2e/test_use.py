@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import distmega
-from distmega.cli import main as command
+from distmega.cli import starting
+from distmega.cli.flags import Ranks
 from distmega.cli.main import main
 from distmega.engine.ranks import jobs
 from distmega.engine.ranks.jobs import score, text_windows
@@ -77,7 +78,7 @@ def test_every_argument_that_errors_name_is_a_flag(capsys):
 
 def test_launchers_and_devices_are_found_alike():
     assert (LauncherOptions().launcher, LauncherOptions().device) == ("auto", "auto")
-    assert (command.Ranks().launcher, command.Ranks().device) == ("auto", "auto")
+    assert (Ranks().launcher, Ranks().device) == ("auto", "auto")
 
 
 def test_the_version(capsys):
@@ -106,7 +107,7 @@ def test_a_dash_is_standard_input(monkeypatch, capsys, tmp_path: Path):
     assert "2 tokens after 2 on 1 rank" in capsys.readouterr().out
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(RequestError, match="standard input of ranks that torchrun started"):
-        command._read_text(command.STDIN)
+        starting.read_shared_text(starting.STDIN)
 
 
 def test_long_texts_are_read_in_windows():

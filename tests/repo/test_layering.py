@@ -37,7 +37,7 @@ starts its ranks as `python -m`.
 LOADED_BY_NAME = {
     "distmega/lazy.py": "runs a module's own import statements, late",
     "launch/contract.py": "loads what a user has the ranks run",
-    "distmega/cli/doctor.py": "looks which packages there are",
+    "distmega/cli/findings.py": "looks which packages there are",
     "kernels/__init__.py": "steps aside for another package of the bare name",
     "kernels/ugraphs/runner.py": "runs the source of kernels that it writes",
 }

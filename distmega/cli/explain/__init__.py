@@ -1,7 +1,8 @@
 """What would run, without running it: a configuration and a machine in; facts, text or a page out.
 
-`collect_decode` gathers the facts, `write_report` tells them, `write_page` draws them. Start at
-facts.py. All of it is imported when it is used: the other commands do without.
+`collect_decode` gathers the facts, `write_report` tells them, `write_page` draws them; command.py
+has the flags. Start at facts.py. All else is imported when it is used: the other commands do
+without.
 """
 
 from typing import TYPE_CHECKING
