@@ -40,7 +40,8 @@ from distmega.kernels.runtime.streams.stream_ops import (
 from distmega.kernels.runtime.symmetric import StandInTeam, Team
 
 WORD_BYTES = 4
-ALIGNMENT_BYTES = 256
+BUFFER_MULTIPLE_BYTES = 256
+"""The size of a buffer is a multiple of this, so that what lies behind it is as well aligned."""
 TURNS = 2
 
 
@@ -53,7 +54,7 @@ class Workspace:
 
     def __init__(self, team: Team, symmetric_bytes: int) -> None:
         """Raises LaunchError if the ranks do not reach each other's memory."""
-        self.symmetric_bytes = -(-symmetric_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.symmetric_bytes = -(-symmetric_bytes // BUFFER_MULTIPLE_BYTES) * BUFFER_MULTIPLE_BYTES
         self.turn = 0
         self._held: list[Tensor | None] = [None] * TURNS
         """What copies of a turn's last call read."""

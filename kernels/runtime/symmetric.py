@@ -23,6 +23,7 @@ from torch import Tensor
 from distmega.env import read_settings
 from distmega.errors import LaunchError, argument
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.kernels.runtime.arena import round_up
 
 Backend = Literal["CUDA", "NCCL"]
 
@@ -30,7 +31,6 @@ BACKENDS: tuple[Backend, ...] = ("CUDA", "NCCL")
 """In the order in which they are tried. A process can use only one of them."""
 
 DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-ALIGNMENT_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,7 +136,7 @@ def open_symmetric(
     Raises LaunchError, on all ranks, that says for each backend why it did not work.
     """
     os.environ.setdefault(DISABLE_MULTICAST, "1")
-    size = -(-max(num_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    size = round_up(max(num_bytes, 1))
     problems = [_agree(comm, reach_problem(torch.cuda.current_device()))]
     if not problems[0]:
         problems.clear()

@@ -32,6 +32,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     ATT_V_ROW,
     ATT_WINDOW,
     BATCH,
+    BATCH_PAIRED,
     GROUP_UNITS,
     LIN_NUM_TILES_K,
     LIN_PAIR_ROW,
@@ -44,7 +45,6 @@ from distmega.kernels.hopper.batch_plan.fields import (
     OP_PRODUCT,
     OPCODE,
     PACKED,
-    PAIRED,
     PROD_FIRST,
     STAMP_LOADED,
 )
@@ -73,7 +73,7 @@ def load_rows(words, weights, ring, it, STAGES: gl.constexpr, AHEAD: gl.constexp
         for k in range(keep(words[LIN_NUM_TILES_K])):
             for unit in range(keep(group), keep(stop)):
                 row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
-                if (words[PACKED] & PAIRED) != 0:
+                if (words[PACKED] & BATCH_PAIRED) != 0:
                     first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
                     row = first + unit // 2 * UNIT_ROWS
                 it = load_tile(
@@ -95,7 +95,7 @@ def load_steps(words, weights, ring, it, STAGES: gl.constexpr, AHEAD: gl.constex
     start = words[PROD_FIRST]
     for step in range(keep(start), keep(start + words[NUM_UNITS])):
         tile = step // steps
-        if (words[PACKED] & PAIRED) != 0:
+        if (words[PACKED] & BATCH_PAIRED) != 0:
             row0 = words[LIN_WEIGHT_ROW] + tile * HALF_ROWS
             row1 = words[LIN_PAIR_ROW] + tile * HALF_ROWS
         else:
@@ -142,7 +142,7 @@ def load_expert_rows(
                 behind = expert * words[NUM_ROWS]
             for unit in range(keep(group - start), keep(end - start)):
                 row = first + unit * UNIT_ROWS
-                if (words[PACKED] & PAIRED) != 0:
+                if (words[PACKED] & BATCH_PAIRED) != 0:
                     row = gl.where(unit % 2 == 0, first, second) + unit // 2 * UNIT_ROWS
                 it = load_tile(
                     weights, words[PACKED] >> MATRIX_SHIFT, row + behind, k, ring.slots, ring.ready,

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
+    BATCH_PAIRED,
     EXPERT_COLUMNS,
     EXPERT_ROWS,
-    PAIRED,
     BatchExperts,
     BatchLinear,
 )
@@ -45,7 +45,7 @@ def share_of_hits(
     one: BatchExperts, shape: ExpertShape, num_hits: int, sm: int, num_sms: int
 ) -> range:
     """Units of an SM, counted through all experts that are hit."""
-    streams = 2 if one.flags & PAIRED else 1
+    streams = 2 if one.flags & BATCH_PAIRED else 1
     parts = num_hits * (shape.width // UNIT_ROWS)
     return range(parts * sm // num_sms * streams, parts * (sm + 1) // num_sms * streams)
 
@@ -90,7 +90,7 @@ def _check_rows(one: BatchExperts, shape: ExpertShape | None, queues: BatchQueue
     """Of first matrices: that SMs have each unit of each expert once, however many are hit."""
     if shape is None or not one.flags & EXPERT_ROWS:
         return f"{one.name!r} takes tiles of experts that nobody chose"
-    streams = 2 if one.flags & PAIRED else 1
+    streams = 2 if one.flags & BATCH_PAIRED else 1
     if one.num_rows != shape.width * streams or shape.width % UNIT_ROWS:
         return f"{one.name!r} has {one.num_rows} rows of an expert of {shape.width}"
     for first in (one.weight_row, one.pair_row)[:streams]:
@@ -131,7 +131,8 @@ def find_wrong_share(queues: BatchQueues) -> str:
                 if share.start != behind:
                     return f"unit {behind} of {num_hits} experts of {one.name!r} is no SM's"
                 behind = share.stop
-            if behind != num_hits * (shape.width // UNIT_ROWS) * (2 if one.flags & PAIRED else 1):
+            streams = 2 if one.flags & BATCH_PAIRED else 1
+            if behind != num_hits * (shape.width // UNIT_ROWS) * streams:
                 return f"unit {behind} of {num_hits} experts of {one.name!r} is no SM's"
         return ""  # those of other layers have the same shape
     return ""

@@ -13,12 +13,12 @@ from distmega.kernels.hopper.batch_plan.results import (
     take_chunks,
 )
 from distmega.kernels.hopper.batch_plan.words import (
+    BATCH_PAIRED,
     EXPERT_COLUMNS,
     EXPERT_ROWS,
     NORM_KINDS,
     NORMED,
     NOTHING,
-    PAIRED,
     PRODUCT_TILE,
     STEP_K,
     BatchExperts,
@@ -149,7 +149,7 @@ def position_product(
     if form not in draft.chunk_of:
         add_form(draft, now, op)
     matrix = [m.columns for m in draft.placed.matrices].index(columns)
-    paired = PAIRED if len(op.streams) == 2 else 0
+    paired = BATCH_PAIRED if len(op.streams) == 2 else 0
     fields = {
         "opcode": epilogue_number(draft, op),
         "num_tiles_k": tiles_k(columns),

@@ -27,10 +27,10 @@ from distmega.kernels.hopper.batch_plan.experts import (
 from distmega.kernels.hopper.batch_plan.types import BatchEpilogue, BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
+    BATCH_PAIRED,
     EXPERT_COLUMNS,
     NORMED,
     NUMBERS,
-    PAIRED,
     PRODUCT_TILE,
     STEP_K,
     BatchAttention,
@@ -261,7 +261,7 @@ class _BatchProof:
             scores = _blocks(one.scores, self.queues.experts.num_experts)
             yield _Access("kept", scores, self.exactly(self.scores_of(op)))
         given = (one.carry, one.carry2) if isinstance(one, BatchLinear) else ()
-        rows = one.num_rows // (2 if one.flags & PAIRED else 1)
+        rows = one.num_rows // (2 if one.flags & BATCH_PAIRED else 1)
         for name, first in zip(op.operands, given, strict=False):
             yield _Access("kept", _blocks(first, rows), self.exactly(name), own=True)
 
@@ -371,7 +371,7 @@ class _BatchProof:
         if isinstance(op, FusedEmbedding | FusedGather):
             given = op.out
         rows = one.num_rows
-        if isinstance(one, BatchLinear) and one.flags & PAIRED:
+        if isinstance(one, BatchLinear) and one.flags & BATCH_PAIRED:
             rows //= 2
         if one.keep != NOTHING:
             yield _Access("kept", _blocks(one.keep, rows), (given, None, False), own=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
+    BATCH_PAIRED,
     EVENT_WORDS,
     EVENTS_AT,
     LEAST_KEYS,
     NOTHING,
-    PAIRED,
     PARTIAL_EXTRA,
     PRODUCT_TILE,
     BatchInstruction,
@@ -274,7 +274,7 @@ class BatchQueues:
         return all(matrix.columns % SLICE_K == 0 for matrix in self.matrices) and not any(
             one.num_rows // 2 % VECTOR_MULTIPLE
             for one in self.queues[0]
-            if isinstance(one, BatchLinear) and one.flags & PAIRED and one.bias != NOTHING
+            if isinstance(one, BatchLinear) and one.flags & BATCH_PAIRED and one.bias != NOTHING
         )
 
     @property

@@ -71,7 +71,7 @@ many as there are if more, the id of each whose rows of tables are taken in this
 STATE_WORDS = STATE_POSITIONS + 2 * MAX_ROWS
 
 
-NORMED, PAIRED, EXPERT_ROWS, EXPERT_COLUMNS = 1, 2, 4, 8
+NORMED, BATCH_PAIRED, EXPERT_ROWS, EXPERT_COLUMNS = 1, 2, 4, 8
 """Flags of a linear: the factor of x's norm is multiplied into the result; units of two streams
 take turns; rows, or columns, are those of the experts that rows of x choose.
 """
@@ -141,17 +141,17 @@ class BatchLinear:
     """8 * num_units rows of a matrix times x of all sequences, then epilogue number `opcode`.
 
     name: of the op, for reports. matrix: which of the weight descriptors; weight_row: row there of
-    the first unit. PAIRED takes units in turn from there and from pair_row on, 8 rows of either
-    stream, and counts rows of both. length: elements of x, in num_tiles_k tiles of 1024 columns.
-    src: first chunk of x in the activations, a chunk being 1024 columns. squares: where those of x
-    lie if x carries its norm's weight already and only the factor is missing. bias: offset in the
-    vectors, of two streams the second one's behind the first one's, at the next multiple of
-    VECTOR_MULTIPLE. dst: first element of the
-    output in the activations. next_norm: offset of the weights that the output is multiplied by
-    there, for the norm after it. keep: first of the float32 numbers [16, rows] that stay of the
-    output, for those who take it exactly; carry, carry2: of what the epilogue takes. row0: first
-    row of the output; num_rows: of the whole output. parts: first flagged word of all ranks' parts
-    of a product that is summed over ranks; own_part: that of this rank's.
+    the first unit. BATCH_PAIRED takes units in turn from there and from pair_row on, 8 rows of
+    either stream, and counts rows of both. length: elements of x, in num_tiles_k tiles of 1024
+    columns. src: first chunk of x in the activations, a chunk being 1024 columns. squares: where
+    those of x lie if x carries its norm's weight already and only the factor is missing. bias:
+    offset in the vectors, of two streams the second one's behind the first one's, at the next
+    multiple of VECTOR_MULTIPLE. dst: first element of the output in the activations. next_norm:
+    offset of the weights that the output is multiplied by there, for the norm after it. keep: first
+    of the float32 numbers [16, rows] that stay of the output, for those who take it exactly; carry,
+    carry2: of what the epilogue takes. row0: first row of the output; num_rows: of the whole
+    output. parts: first flagged word of all ranks' parts of a product that is summed over ranks;
+    own_part: that of this rank's.
 
     Of more than 16 rows it multiplies nothing, but adds up what the BatchProduct before it has
     left: num_tiles_k are then steps of a tile, and src parts of a tile, at most.
@@ -196,8 +196,8 @@ class BatchProduct:
     matrix, PRODUCT_TILE rows each, each num_tiles_k steps of STEP_K columns. What is found of a
     tile is one of at most most_parts parts. Where that is one, an SM adds up what it has found
     itself, and waits for no other in between. weight_row, pair_row: of the first tile, half of
-    which PAIRED takes from either; src: see BatchLinear, which follows it; num_rows: of the whole
-    matrix.
+    which BATCH_PAIRED takes from either; src: see BatchLinear, which follows it; num_rows: of the
+    whole matrix.
     """
 
     name: str

@@ -32,7 +32,7 @@ from distmega.kernels.hopper.plan.fields import (
     OP_ATTENTION,
     OP_ROUTE,
     OPCODE,
-    PAIRED,
+    ROW_PAIRED,
     STATE_POSITION,
     WINDOW,
 )
@@ -141,12 +141,12 @@ def unit_row(words, unit, slots, EXPERTS: gl.constexpr):
     if EXPERTS is not None and (words[LIN_PACKED] & EXPERT_ROWS) != 0:
         own = words[LIN_ROW0] // UNIT_ROWS + unit
         first = words[LIN_WEIGHT_ROW]
-        if (words[LIN_PACKED] & PAIRED) != 0:
+        if (words[LIN_PACKED] & ROW_PAIRED) != 0:
             first = gl.where(own % 2 == 0, first, words[LIN_PAIR_ROW])
             own = own // 2
         expert = expert_of(slots, own // EXPERTS.slot_units)
         row = first + expert * EXPERTS.width + own % EXPERTS.slot_units * UNIT_ROWS
-    elif (words[LIN_PACKED] & PAIRED) != 0:
+    elif (words[LIN_PACKED] & ROW_PAIRED) != 0:
         first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
         row = first + unit // 2 * UNIT_ROWS
     return row

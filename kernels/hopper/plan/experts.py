@@ -12,7 +12,7 @@ from distmega.kernels.hopper.plan.words import (
     EXPERT_COLUMNS,
     EXPERT_ROWS,
     MAX_SMS,
-    PAIRED,
+    ROW_PAIRED,
     UNIT_ROWS,
     RowLinear,
     RowRoute,
@@ -109,5 +109,5 @@ def _last_row(one: RowLinear, shape: ExpertShape) -> int:
     if one.flags & EXPERT_COLUMNS:
         rows = min(one.num_units * UNIT_ROWS, one.num_rows - one.row0)
         return one.weight_row + last * one.num_rows + rows
-    first = max(one.weight_row, one.pair_row if one.flags & PAIRED else 0)
+    first = max(one.weight_row, one.pair_row if one.flags & ROW_PAIRED else 0)
     return first + last * shape.width + shape.width

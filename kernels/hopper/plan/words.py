@@ -58,7 +58,7 @@ STATE_WORDS = 10
 STAMPS = 4
 """Stamps of a traced instruction: start, inputs there, first group or blocks done, end."""
 
-FROM_EMBEDDING, CARRY_EMBEDDED, PAIRED, LAYER_NORM, KEEP_NORMED, CARRY_TWO = 1, 2, 4, 8, 16, 32
+FROM_EMBEDDING, CARRY_EMBEDDED, ROW_PAIRED, LAYER_NORM, KEEP_NORMED, CARRY_TWO = 1, 2, 4, 8, 16, 32
 EXPERT_ROWS, EXPERT_COLUMNS, X_PARTS, KEEP_X = 64, 128, 256, 512
 """Linear.flags: x is the table's row of the current id; what is carried is; units of two
 streams take turns; the norm of x is a layer norm, else an rms norm; the SM normalises its rows of x
@@ -111,7 +111,7 @@ class RowLinear:
     """8 * num_units rows of a matrix times x, then epilogue number `opcode` of the plan.
 
     name: of the op, for reports. matrix: which of the weight descriptors; weight_row: row there of
-    the first unit. PAIRED takes units in turn from there and from pair_row on, 8 rows of either
+    the first unit. ROW_PAIRED takes units in turn from there and from pair_row on, 8 rows of either
     stream, and counts rows of both. num_tiles_k: tiles of 1024 columns. src: first flagged word of
     x (bf16 pairs), num_src_words of them, flagged `flag_delta` generations ago. norm, bias: offsets
     in the vectors, or NOTHING; of a layer norm the bias lies behind the weight, of two streams the

@@ -14,8 +14,8 @@ from distmega.kernels.hopper.plan.words import (
     EMBEDDED,
     FROM_EMBEDDING,
     MAX_SMS,
-    PAIRED,
     PARTIAL_EXTRA,
+    ROW_PAIRED,
     UNIT_ROWS,
     X_PARTS,
     Instruction,
@@ -197,7 +197,7 @@ def _linear_writes(one: RowLinear, queues: RowQueues, sm: int) -> Iterator[Write
             yield Write(words=words, generation=one.generation, rank=rank)
     elif epilogue.gathered:
         buffer = next(b.words for b in queues.buffers if one.dst in b.words)
-        rows = 1 if epilogue.publishes == "numbers" else 4 if one.flags & PAIRED else 2
+        rows = 1 if epilogue.publishes == "numbers" else 4 if one.flags & ROW_PAIRED else 2
         size = len(buffer) // len(ranks)
         for rank in ranks:
             own = buffer[rank * size : (rank + 1) * size]
@@ -207,7 +207,7 @@ def _linear_writes(one: RowLinear, queues: RowQueues, sm: int) -> Iterator[Write
         words = range(one.dst + first, one.dst + last)
         yield Write(words=words, generation=one.generation, phase=int(epilogue.summed))
     elif epilogue.publishes == "pairs":
-        rows = 4 if one.flags & PAIRED else 2
+        rows = 4 if one.flags & ROW_PAIRED else 2
         words = range(one.dst + first // rows, one.dst + last // rows)
         yield Write(words=words, generation=one.generation, phase=int(epilogue.summed))
 

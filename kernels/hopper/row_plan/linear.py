@@ -20,7 +20,7 @@ from distmega.kernels.hopper.plan.words import (
     LAYER_NORM,
     MAX_SMS,
     NOTHING,
-    PAIRED,
+    ROW_PAIRED,
     UNIT_ROWS,
     X_PARTS,
     RowLinear,
@@ -123,7 +123,7 @@ def find_carried(draft: RowDraft, nth: int, op: FusedContraction) -> tuple[int, 
 def flags_of(draft: RowDraft, op: FusedContraction) -> int:
     """Flags of what x and the matrix are."""
     flags = FROM_EMBEDDING if op.x == draft.entry and draft.num_ranks == 1 else 0
-    flags |= PAIRED if len(op.streams) == 2 else 0
+    flags |= ROW_PAIRED if len(op.streams) == 2 else 0
     flags |= LAYER_NORM if op.norm and op.norm.kind == "layer_norm" else 0
     flags |= X_PARTS if op.x in draft.deferred else 0
     if op.experts:

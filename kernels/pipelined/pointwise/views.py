@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distmega.errors import ProgramError
 
-ALIGNMENT_BYTES = 16
+VECTOR_BYTES = 16
 """Of a tensor's start and rows for TMA, and for the widest plain loads."""
 
 
@@ -83,19 +83,17 @@ def layout_key(x: Tensor | None) -> object:
     """What two tensors have in common that a launch treats alike, on one device."""
     if x is None:
         return None
-    return (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT_BYTES == 0)
+    return (x.shape, x.stride(), x.dtype, x.data_ptr() % VECTOR_BYTES == 0)
 
 
 def result_key(y: Tensor | None) -> object:
     """As layout_key, of a contiguous result whose shape follows from the operands."""
-    return None if y is None else (y.dtype, y.data_ptr() % ALIGNMENT_BYTES == 0)
+    return None if y is None else (y.dtype, y.data_ptr() % VECTOR_BYTES == 0)
 
 
 def is_aligned(x: Tensor, row_stride: int) -> bool:
     """Whether a TMA descriptor can address rows of x: start and row stride are aligned."""
-    return (
-        x.data_ptr() % ALIGNMENT_BYTES == 0 and row_stride * x.element_size() % ALIGNMENT_BYTES == 0
-    )
+    return x.data_ptr() % VECTOR_BYTES == 0 and row_stride * x.element_size() % VECTOR_BYTES == 0
 
 
 def as_rows(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] | None:

@@ -18,12 +18,14 @@ from distmega.errors import HangError, LaunchError, argument
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.comm.nccl_signals import NcclSignals
 from distmega.kernels.runtime.streams import late
-from distmega.kernels.runtime.symmetric import ALIGNMENT_BYTES, open_symmetric
+from distmega.kernels.runtime.symmetric import open_symmetric
 
 logger = logging.getLogger(__name__)
 
 ONE = 1, 1, 1
 """Programs of a launch."""
+SIGNAL_BYTES = 128
+"""From one counter to the next: each has a line of memory, of which one rank writes."""
 
 
 def open_signals(
@@ -57,16 +59,16 @@ class PeerSignals:
         self._axis, self._rank, self._timeout_s = axis, comm.rank, timeout_s
         self._team = comm.mesh.team(axis, comm.rank)
         size = len(self._team)
-        memory = self._memory = open_symmetric(comm, axis, ALIGNMENT_BYTES * len(names) * size)
+        memory = self._memory = open_symmetric(comm, axis, SIGNAL_BYTES * len(names) * size)
         slots = {(n, p): i * size + p for i, n in enumerate(names) for p in range(size)}
         self._slots, here = slots, memory.team_rank
 
         def counter(owner: int, name: str, source: int) -> Tensor:
-            at = ALIGNMENT_BYTES * slots[name, source]
+            at = SIGNAL_BYTES * slots[name, source]
             return memory.tensor(owner, (1,), torch.int32, at)
 
         self._theirs = {(name, peer): counter(peer, name, here) for name, peer in slots}
-        shape = len(slots), ALIGNMENT_BYTES // 4
+        shape = len(slots), SIGNAL_BYTES // 4
         taken = torch.zeros(shape, dtype=torch.int32, device="cuda")
         self._late = torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=True)
         self._waits = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distmega.errors import HangError
-from distmega.kernels.hopper.batch_plan.words import PAIRED, BatchLinear
+from distmega.kernels.hopper.batch_plan.words import BATCH_PAIRED, BatchLinear
 from distmega.kernels.hopper.diagnosis import explain_batch_hang, explain_hang
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import RowAttention, RowLinear
@@ -193,7 +193,7 @@ def test_an_event_of_the_batched_kernel():
     gated = next(
         i
         for i, one in enumerate(queues.queues[0])
-        if isinstance(one, BatchLinear) and one.flags & PAIRED
+        if isinstance(one, BatchLinear) and one.flags & BATCH_PAIRED
     )
     report = Report(flag=3 * len(queues.queues), word=gated, last=2)
     text = str(explain_batch_hang(queues, report, 2.0))

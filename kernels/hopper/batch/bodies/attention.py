@@ -511,10 +511,10 @@ def combine(
         o, m, l = join_partial(o, m, l, d, highest_d, sums_d)
     o = o / gl.expand_dims(l, 1)
     even, odd = gl.split(gl.reshape(o, [GROUP_LIMIT, SPAN // 2, 2]))
-    PAIRED: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
-    payload = gl.convert_layout(bf16_pair(even, odd), PAIRED)
-    r = gl.expand_dims(gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, PAIRED)), 1)
-    pair = gl.expand_dims(gl.arange(0, SPAN // 2, layout=gl.SliceLayout(0, PAIRED)), 0)
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
+    payload = gl.convert_layout(bf16_pair(even, odd), PAIRS)
+    r = gl.expand_dims(gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, PAIRS)), 1)
+    pair = gl.expand_dims(gl.arange(0, SPAN // 2, layout=gl.SliceLayout(0, PAIRS)), 0)
     column = (query0 + r) * D + pair * 2
     mine = are_stored(r, head, spec)
     if is_padded(D):

@@ -20,6 +20,7 @@ from distmega.kernels.hopper.batch.route import (
 )
 from distmega.kernels.hopper.batch_plan.fields import (
     BATCH,
+    BATCH_PAIRED,
     COLUMNS,
     DST,
     EXPERT_COLUMNS,
@@ -29,7 +30,6 @@ from distmega.kernels.hopper.batch_plan.fields import (
     LIN_NUM_TILES_K,
     NUM_UNITS,
     PACKED,
-    PAIRED,
     PAIRS,
     ROUND_COLUMNS,
     ROUND_UNITS,
@@ -66,7 +66,7 @@ def is_of_columns(words):
 def units_a_hit(words, EXPERTS: gl.constexpr):
     """Units of an expert's first matrices."""
     units = EXPERTS.width // UNIT_ROWS
-    return gl.where((words[PACKED] & PAIRED) != 0, 2 * units, units)
+    return gl.where((words[PACKED] & BATCH_PAIRED) != 0, 2 * units, units)
 
 
 @gluon.jit
@@ -79,7 +79,7 @@ def share_of(words, chosen, sm, num_sms, EXPERTS: gl.constexpr):
     chunks = words[LIN_NUM_TILES_K]
     if is_of_rows(words):
         parts = count_hits(chosen) * (EXPERTS.width // UNIT_ROWS)
-        step = gl.where((words[PACKED] & PAIRED) != 0, 2, 1)
+        step = gl.where((words[PACKED] & BATCH_PAIRED) != 0, 2, 1)
         first = parts * sm // num_sms * step
         stop = parts * (sm + 1) // num_sms * step
     if is_of_columns(words):

@@ -19,13 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from distmega.kernels.gluon_compat import reinterpret
 from distmega.kernels.hopper.batch_plan.fields import (
     BATCH,
+    BATCH_PAIRED,
     LIN_NUM_TILES_K,
     LIN_ROW0,
     MAX_ROWS,
     NUM_ROWS,
     NUM_UNITS,
     PACKED,
-    PAIRED,
     PROD_FIRST,
     PROD_MOST,
     PRODUCT_TILE,
@@ -186,7 +186,7 @@ def first_parts(words, parts, unit, num_sms, ROWS: gl.constexpr):
     own = words[LIN_ROW0] // UNIT_ROWS + unit + u
     tile = own // UNITS
     inner = own % UNITS
-    if (words[PACKED] & PAIRED) != 0:
+    if (words[PACKED] & BATCH_PAIRED) != 0:
         inner = inner // 2 + inner % 2 * (UNITS // 2)
     first = first_sm(tile * steps, total, num_sms)
     num = first_sm(tile * steps + steps - 1, total, num_sms) - first + 1

@@ -13,11 +13,11 @@ import numpy as np
 from distmega.kernels.hopper.batch_plan.types import BatchEpilogue
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
+    BATCH_PAIRED,
     BEST_WORDS,
     NORM_KINDS,
     NORMED,
     NOTHING,
-    PAIRED,
     PRODUCT_TILE,
     STEP_K,
     BatchEmbed,
@@ -128,7 +128,7 @@ def linear(
     if isinstance(one, BatchExperts):
         yield from finish_experts(sm, one, y)
         return
-    streams = 2 if one.flags & PAIRED else 1
+    streams = 2 if one.flags & BATCH_PAIRED else 1
     row, num_rows = rows_of(one, streams), one.num_rows // streams
     values = []
     for stream in range(streams):
@@ -193,7 +193,7 @@ def sum_of_parts(sm: BatchSm, one: BatchLinear | BatchLogits) -> Floats:
     y: Floats = np.zeros((one.num_units, UNIT_ROWS, gpu.rows), dtype=np.float32)
     for unit in range(one.num_units):
         tile, inner = divmod(one.row0 // UNIT_ROWS + unit, units)
-        if not isinstance(one, BatchLogits) and one.flags & PAIRED:
+        if not isinstance(one, BatchLogits) and one.flags & BATCH_PAIRED:
             inner = inner // 2 + inner % 2 * (units // 2)
         first, last = (
             sm_of_step(step, total, gpu.num_sms) for step in (tile * steps, (tile + 1) * steps - 1)

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from distmega.kernels.hopper.batch_plan.experts import share_of_hits
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
+    BATCH_PAIRED,
     EXPERT_COLUMNS,
-    PAIRED,
     STATE_HITS,
     BatchExperts,
     BatchLinear,
@@ -82,7 +82,7 @@ def groups_of(sm: BatchSm, one: BatchLinear | BatchExperts | BatchLogits) -> Ite
         return
     shape = expert_shape_of(sm.gpu.queues)
     share = share_of_hits(one, shape, len(sm.experts), sm.sm, sm.gpu.num_sms)
-    size = shape.width // UNIT_ROWS * (2 if one.flags & PAIRED else 1)
+    size = shape.width // UNIT_ROWS * (2 if one.flags & BATCH_PAIRED else 1)
     first = share.start
     while first < share.stop:
         hit = first // size
@@ -107,12 +107,12 @@ def tiles_of(
     if isinstance(one, BatchExperts):
         assert shape is not None
         first = sm.experts[group.hit] * shape.width
-        size = shape.width // UNIT_ROWS * (2 if one.flags & PAIRED else 1)
+        size = shape.width // UNIT_ROWS * (2 if one.flags & BATCH_PAIRED else 1)
         units = [unit - group.hit * size for unit in units]
     for k in range(one.num_tiles_k):
         for unit in units:
             row = one.weight_row + unit * UNIT_ROWS
-            if not isinstance(one, BatchLogits) and one.flags & PAIRED:
+            if not isinstance(one, BatchLogits) and one.flags & BATCH_PAIRED:
                 row = (one.pair_row if unit % 2 else one.weight_row) + unit // 2 * UNIT_ROWS
             yield first + row, k
 
@@ -145,7 +145,7 @@ def finish_experts(sm: BatchSm, one: BatchExperts, y: Floats) -> Steps:
     """Products of this SM's units to activations, an expert's zero where a row did not choose it.
     y: [rows of all units, 16].
     """
-    shape, streams = expert_shape_of(sm.gpu.queues), 2 if one.flags & PAIRED else 1
+    shape, streams = expert_shape_of(sm.gpu.queues), 2 if one.flags & BATCH_PAIRED else 1
     formula = sm.gpu.queues.epilogues.each[one.opcode].formula
     chunks = -(-shape.width // TILE_K)
     done = 0

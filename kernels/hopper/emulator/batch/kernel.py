@@ -17,9 +17,9 @@ from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.batch_plan.types import BatchQueues, most_partial_words
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
+    BATCH_PAIRED,
     BEST_WORDS,
     LOADS_AHEAD,
-    PAIRED,
     PRODUCT_TILE,
     STAGES,
     STATE_EPOCH,
@@ -266,7 +266,7 @@ def loader(sm: BatchSm, num_steps: int) -> Steps:
 
 def load_steps(sm: BatchSm, one: BatchProduct) -> Steps:
     """The steps of a product of more than 16 rows, two ring slots each."""
-    paired = bool(one.flags & PAIRED)
+    paired = bool(one.flags & BATCH_PAIRED)
     for step in range(one.first_step, one.first_step + one.num_units):
         tile, k = divmod(step, one.num_tiles_k)
         size = PRODUCT_TILE // 2 if paired else PRODUCT_TILE

@@ -33,7 +33,7 @@ from distmega.kernels.hopper.plan.words import (
     KEEP_X,
     LAYER_NORM,
     NOTHING,
-    PAIRED,
+    ROW_PAIRED,
     TILE_K,
     UNIT_ROWS,
     VECTOR_MULTIPLE,
@@ -140,7 +140,7 @@ def bias_of(sm: RowSm, one: RowLinear, group: int, row: np.ndarray, wanted: Mask
     if one.bias == NOTHING:
         return found
     at = row
-    if one.flags & PAIRED:
+    if one.flags & ROW_PAIRED:
         unit = group + np.arange(len(row)) // UNIT_ROWS
         own = one.row0 // 2 + unit // 2 * UNIT_ROWS + row % UNIT_ROWS
         at = own + unit % 2 * next_vector(one.num_rows // 2)

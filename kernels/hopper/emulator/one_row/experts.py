@@ -10,7 +10,7 @@ from distmega.kernels.hopper.emulator.interleaving import RAN, Steps
 from distmega.kernels.hopper.emulator.numbers import Floats, evaluate, floats_of
 from distmega.kernels.hopper.emulator.sm import RowSm, expert_shape_of
 from distmega.kernels.hopper.plan.words import (
-    PAIRED,
+    ROW_PAIRED,
     SLICE_K,
     SLICES,
     TILE_K,
@@ -56,7 +56,7 @@ def expert_row(sm: RowSm, one: RowLinear, unit: int) -> int:
     """First weight row of a unit with EXPERT_ROWS."""
     shape = expert_shape_of(sm.gpu.queues)
     own, first = one.row0 // UNIT_ROWS + unit, one.weight_row
-    if one.flags & PAIRED:
+    if one.flags & ROW_PAIRED:
         first = one.pair_row if own % 2 else first
         own //= 2
     slot, own = divmod(own, shape.slot_units)

@@ -32,7 +32,7 @@ from distmega.kernels.hopper.plan.words import (
     EXPERT_COLUMNS,
     EXPERT_ROWS,
     LOADS_AHEAD,
-    PAIRED,
+    ROW_PAIRED,
     STATE_EPOCH,
     STATE_ID,
     STATE_POSITION,
@@ -241,7 +241,7 @@ def load_units(sm: RowSm, one: RowLinear) -> Steps:
         row = one.weight_row + unit * UNIT_ROWS
         if one.flags & EXPERT_ROWS:
             row = expert_row(sm, one, unit)
-        elif one.flags & PAIRED:
+        elif one.flags & ROW_PAIRED:
             row = (one.pair_row if unit % 2 else one.weight_row) + unit // 2 * UNIT_ROWS
         for k in range(one.num_tiles_k):
 

@@ -54,7 +54,7 @@ from distmega.kernels.hopper.plan.fields import (
     NO_REPORT,
     NUM_UNITS,
     OPCODE,
-    PAIRED,
+    ROW_PAIRED,
     SAMPLED,
     SRC,
     X_PARTS,
@@ -433,7 +433,7 @@ def bias_of(words, vectors, group, row, wanted, PAIRS: gl.constexpr):
         unit = group + gl.arange(0, GROUP_ROWS, layout=TWOS) // UNIT_ROWS
         own = words[LIN_ROW0] // 2 + unit // 2 * UNIT_ROWS + row % UNIT_ROWS
         second = own + unit % 2 * next_vector(words[LIN_NUM_ROWS] // 2)
-        at = gl.where((words[LIN_PACKED] & PAIRED) != 0, second, row)
+        at = gl.where((words[LIN_PACKED] & ROW_PAIRED) != 0, second, row)
     given = wanted & (words[LIN_BIAS] >= 0)
     return gl.load(vectors + words[LIN_BIAS] + at, mask=given, other=0.0).to(gl.float32)
 

@@ -11,10 +11,10 @@ from distmega.hostir.library.pointwise import FUNCTIONS
 from distmega.kernels.hopper.batch_plan.types import BatchEpilogue, BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
+    BATCH_PAIRED,
     NORM_KINDS,
     NORMED,
     NOTHING,
-    PAIRED,
     BatchEmbed,
     BatchInstruction,
     BatchLinear,
@@ -89,7 +89,7 @@ class Reference:
         if one.flags & NORMED:
             mean = self.squares[one.squares].sum(0) / one.length
             factor = (mean + self.queues.eps).rsqrt()
-        is_paired = bool(one.flags & PAIRED)
+        is_paired = bool(one.flags & BATCH_PAIRED)
         starts = (one.weight_row, one.pair_row) if is_paired else (one.weight_row,)
         streams, num_rows = len(starts), one.num_rows // len(starts)
         row0 = one.row0 // streams

@@ -13,10 +13,10 @@ from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
+    BATCH_PAIRED,
     FIELD_WORDS,
     MAX_ROWS,
     NORMED,
-    PAIRED,
     BatchAttention,
     BatchEmbed,
     BatchInstruction,
@@ -65,7 +65,7 @@ def rows_read(task: BatchLinear | BatchLogits) -> list[int]:
     rows = []
     for unit in range(task.num_units):
         first = task.weight_row + unit * UNIT_ROWS
-        if task.flags & PAIRED:
+        if task.flags & BATCH_PAIRED:
             first = (task.pair_row if unit % 2 else task.weight_row) + unit // 2 * UNIT_ROWS
         rows += range(first, first + UNIT_ROWS)
     return rows
@@ -100,7 +100,7 @@ def test_all_sms_have_the_same_instructions(name: str):
     assert kinds == ["embed", *layer * num_layers, "logits"]
     for queue in queues.queues:
         assert [one.opcode for one in queue] == [one.opcode for one in queues.queues[0]]
-        pairs = [one for one in queue if isinstance(one, BatchLinear) and one.flags & PAIRED]
+        pairs = [one for one in queue if isinstance(one, BatchLinear) and one.flags & BATCH_PAIRED]
         assert len(pairs) == num_layers
         assert all(one.num_units % 2 == 0 for one in pairs)
     assert GROUP_UNITS % 2 == 0

@@ -21,7 +21,7 @@ from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.plan.words import (
     EXPERT_COLUMNS,
     EXPERT_ROWS,
-    PAIRED,
+    ROW_PAIRED,
     SLICE_K,
     SLICES,
     UNIT_ROWS,
@@ -193,7 +193,7 @@ def rows_of_units(one: RowLinear, queues: RowQueues, chosen: Sequence[int]) -> l
     found = []
     for unit in range(one.num_units):
         own, first = one.row0 // UNIT_ROWS + unit, one.weight_row
-        if one.flags & PAIRED:
+        if one.flags & ROW_PAIRED:
             first = one.pair_row if own % 2 else first
             own //= 2
         slot, own = divmod(own, shape.slot_units)

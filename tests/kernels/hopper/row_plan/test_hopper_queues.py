@@ -12,7 +12,7 @@ from distmega.kernels.hopper.plan.words import (
     FIELD_WORDS,
     MAX_SMS,
     NO_WINDOW,
-    PAIRED,
+    ROW_PAIRED,
     SAMPLE_CHUNK,
     UNIT_ROWS,
     WORDS,
@@ -65,7 +65,7 @@ def rows_read(task: RowLinear) -> list[int]:
     rows = []
     for unit in range(task.num_units):
         first = task.weight_row + unit * UNIT_ROWS
-        if task.flags & PAIRED:
+        if task.flags & ROW_PAIRED:
             first = (task.pair_row if unit % 2 else task.weight_row) + unit // 2 * UNIT_ROWS
         rows += range(first, first + UNIT_ROWS)
     return rows

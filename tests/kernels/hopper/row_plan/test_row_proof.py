@@ -7,7 +7,7 @@ import pytest
 from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.weight_order import order_weights
-from distmega.kernels.hopper.plan.words import FROM_EMBEDDING, PAIRED, RowEmbed, RowLinear
+from distmega.kernels.hopper.plan.words import FROM_EMBEDDING, ROW_PAIRED, RowEmbed, RowLinear
 from distmega.kernels.hopper.row_plan import queues as builder
 from distmega.kernels.hopper.row_plan.accesses import reads
 from distmega.kernels.hopper.row_plan.periods import shorten
@@ -108,7 +108,7 @@ def test_every_sm_has_to_read_what_orders_it():
     """SMs whose products take the given row instead of x know nothing of the step before."""
     queues = queues_of(SMALL, 16)
     for name in ("q", "attn_sum", "ffn_mixed", "ffn_sum"):
-        paired = PAIRED if name == "ffn_mixed" else 0
+        paired = ROW_PAIRED if name == "ffn_mixed" else 0
         queues = change(queues, f"layers.1.{name}", flags=FROM_EMBEDDING | paired)
     assert "has read it" in find_hazard(queues)
 
