@@ -28,7 +28,7 @@ from distmega.hostir.lower.join_products import first_covered
 from distmega.hostir.run.deadline import graph_limit_s
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
 from distmega.kernels import late as kernels_late
-from distmega.kernels.hopper.queues import Queues
+from distmega.kernels.hopper.queues import Queues, why_not_one_kernel
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.runners import (
     fold,
@@ -137,8 +137,7 @@ class Opener:
         """The decode kernel, or library ops for a model or GPUs that it can't do."""
         host = self.plan.host
         try:
-            recurrent = self.plan.config.recurrent_states  # no step may run ahead
-            kernel = None if recurrent else self.open_kernel()
+            kernel = self.open_kernel()
         except (UnsupportedError, LaunchError) as error:
             if self.plan.options.collectives == "kernel":
                 raise
@@ -204,24 +203,27 @@ class Opener:
         host_late.prove_once(tuple(map(parse_host, texts)))
 
     def open_kernel(self) -> SteppingRunner | None:
-        """The decode kernel; None where a stage's host program communicates between segments.
+        """The decode kernel; None where a stage can have none, whatever its ops are.
 
         Stages differ in what a kernel can do, and open their memory together: so all of them open
         a kernel, or all have this answer or error.
         """
         segments, options, team = self.plan.host.segments, self.plan.options, self._team()
-        plan = partial(
-            plan_hopper,
-            segments[0],
-            weights=self.plan.weights,
-            states=self.plan.states,
-            device=self.arenas.weights.device,
-            team=team,
-            mode=options.events,
-            most_rows=options.kernel_rows,
-        )
-        make = partial(self._kept_queues, plan, team)
-        queues = on_all_ranks(self.comm, make if len(segments) == 1 else None)
+        recurrent = bool(self.plan.config.recurrent_states)
+        make: Callable[[], Queues] | None = None
+        if not why_not_one_kernel(segments, recurrent=recurrent):
+            plan = partial(
+                plan_hopper,
+                segments[0],
+                weights=self.plan.weights,
+                states=self.plan.states,
+                device=self.arenas.weights.device,
+                team=team,
+                mode=options.events,
+                most_rows=options.kernel_rows,
+            )
+            make = partial(self._kept_queues, plan, team)
+        queues = on_all_ranks(self.comm, make)
         if queues is None:
             return None
         return open_hopper(

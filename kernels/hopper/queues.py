@@ -1,11 +1,11 @@
 """The queues of a segment: of the kernel of one row, or of that of several.
 
 In: a segment, the layouts of its arenas, how many SMs there are. Out: its queues, or why neither
-kernel does it. Torch-free, so that a plan for GPUs says the same where there are none. Next on the
-walk: row_plan/queues.py.
+kernel does it; and why a whole step can be no kernel. Torch-free, so that a plan for GPUs says the
+same where there are none. Next on the walk: row_plan/queues.py.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -20,6 +20,17 @@ from distmega.kernels.tasks.mode import Mode
 from distmega.program.types import Program
 
 Queues = RowQueues | BatchQueues
+
+
+def why_not_one_kernel(segments: Sequence[Program], *, recurrent: bool) -> str:
+    """Why a step of these segments is not one kernel, whatever their ops are; empty if it may be.
+    recurrent: whether a step changes states that the one before it must have left.
+    """
+    if recurrent:
+        return "no step with recurrent states runs ahead"
+    if len(segments) != 1:
+        return f"a step is {counted(len(segments), 'segment')}"
+    return ""
 
 
 def plan_queues(

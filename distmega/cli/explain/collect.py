@@ -35,7 +35,7 @@ from distmega.errors import UnsupportedError, counted
 from distmega.hostir.ir.nodes import HostProgram, LibraryOp, walk_nodes
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.run.host_cost import count_instructions
-from distmega.kernels.hopper.queues import Queues, plan_queues
+from distmega.kernels.hopper.queues import Queues, plan_queues, why_not_one_kernel
 from distmega.kernels.machines import CPU, H200
 from distmega.kernels.tasks.expand import expand_segment, team_size
 from distmega.kernels.tasks.graph import build_task_graph
@@ -157,10 +157,8 @@ def _gpu_kernel(decode: DecodePlan) -> Kernel:
     if decode.machine == CPU:
         count = counted(len(segments), "segment")
         return None, f"{count} by the interpreter of queues"
-    if decode.config.recurrent_states:
-        return None, "library ops, since no step with recurrent states runs ahead"
-    if len(segments) != 1:
-        return None, f"library ops, since a step is {counted(len(segments), 'segment')}"
+    if problem := why_not_one_kernel(segments, recurrent=bool(decode.config.recurrent_states)):
+        return None, f"library ops, since {problem}"
     try:
         queues = plan_queues(
             segments[0],
