@@ -22,7 +22,7 @@ from distmega.kernels.tasks.expand import expand_segment, team_size
 from distmega.kernels.tasks.graph import build_task_graph
 from distmega.kernels.tasks.mode import Mode
 from distmega.kernels.tasks.schedule import schedule_graph
-from distmega.kernels.tasks.tile import tile_segment
+from distmega.kernels.tasks.tile import tile_segment, verify_groups
 from distmega.kernels.tasks.types import Schedule
 from distmega.program.kinds import collective_kinds
 from distmega.program.types import Program
@@ -128,6 +128,7 @@ def compile_megakernel(
 
     expanded = timed("expansion", lambda: expand_segment(segment, mesh))
     groups = timed("tiling", lambda: tile_segment(expanded, num_sms))
+    timed("tile check", lambda: verify_groups(expanded, groups))
     num_ranks = team_size(expanded, mesh)
     graph = timed("task graph", lambda: build_task_graph(expanded, groups, num_ranks, mode))
     schedule = timed("schedule", lambda: schedule_graph(graph, num_sms))

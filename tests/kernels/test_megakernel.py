@@ -4,16 +4,19 @@ compare.
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from distmega.errors import LaunchError, PlanError, UnsupportedError
+from distmega.errors import LaunchError, PlanError, UnsupportedError, VerifyError
 from distmega.hostir.library.ops import run_op
 from distmega.kernels.cpu.runner import CpuMegakernel, open_peers
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.runtime.memory import allocate_arena, arena_views
+from distmega.kernels.tasks.tile import tile_segment
+from distmega.kernels.tasks.types import RangeSplit, TaskGroup
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -28,6 +31,20 @@ def counter() -> Program:
     step = p.linear(p.input("x", (2, 4)), p.weight("w", (3, 4)))
     p.set(total + step, into=total)
     return p.build(p.reshape(total * 2.0, (6,), view=True, name="y"))
+
+
+def test_tasks_that_leave_out_elements_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Whatever cut the ops: the schedule's check sees races, not what nobody writes."""
+
+    def tile_half(segment: Program, num_sms: int) -> tuple[TaskGroup, ...]:
+        *others, last = tile_segment(segment, num_sms)
+        axis = last.op.axes[0]
+        half = RangeSplit(axes=(axis.name,), bounds=(0, axis.extent // 2))
+        return (*others, replace(last, splits=(half,)))
+
+    monkeypatch.setattr("distmega.kernels.megakernel.tile_segment", tile_half)
+    with pytest.raises(VerifyError, match="expected rising bounds from 0 to"):
+        compile_megakernel(counter(), ALONE, num_sms=3)
 
 
 def runner_of(kernel: Megakernel) -> tuple[CpuMegakernel, dict[str, torch.Tensor]]:
