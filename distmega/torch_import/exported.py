@@ -18,6 +18,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from distmega.errors import CaptureError
+from distmega.torch_import.attributes import kept_attributes
 from distmega.torch_import.repeats import Layer, find_kinds, folded, unfold
 from distmega.torch_import.source_lines import line_of_error
 
@@ -62,7 +63,8 @@ def export_module(
 ) -> ExportedProgram:
     """The module on inputs like these. CaptureError with what torch.export says where it refuses.
 
-    The module's parameters and buffers are not read. layers: those of its modules of which many may
+    The module's parameters and buffers are not read, and its attributes are left as they were,
+    whatever its forward puts in their place. layers: those of its modules of which many may
     do the same; such ones are traced once.
     """
     if not isinstance(module, nn.Module):
@@ -72,7 +74,7 @@ def export_module(
             remedy="put the function into the forward of one",
         )
     try:
-        with EXPORTING, warnings.catch_warnings(), torch.no_grad():
+        with EXPORTING, kept_attributes(module), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             kinds = find_kinds(module, args, kwargs, layers) if layers else []
             with folded(module, kinds):

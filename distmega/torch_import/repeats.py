@@ -28,6 +28,7 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distmega.torch_import.attributes import kept_attributes
 from distmega.torch_import.operators import custom_ops
 
 Layer = tuple[str, ...]
@@ -192,7 +193,7 @@ def find_kinds(
         handles.append(inner.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(inner.register_forward_hook(leave, with_kwargs=True))
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), recorder, torch.no_grad():
+        with without_values(module), recorder:
             module(*args, **kwargs)
     finally:
         for handle in handles:
@@ -203,6 +204,14 @@ def find_kinds(
     once = [(layer, made[0]) for layer, made in calls.items() if len(made) == 1]
     comparison = _Comparison(_names(module), set(recorder.inside) - given_back)
     return _group(once, comparison)
+
+
+@contextmanager
+def without_values(module: nn.Module) -> Iterator[None]:
+    """Calls of the module compute shapes alone, and leave its attributes as they were."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with kept_attributes(module), fake, torch.no_grad():
+        yield
 
 
 def _group(calls: Sequence[tuple[Layer, _Call]], comparison: _Comparison) -> list[Kind]:

@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.cache_utils import Cache
@@ -40,6 +39,7 @@ from distmega.torch_import.huggingface.attention import (
 from distmega.torch_import.huggingface.masks import check_masks
 from distmega.torch_import.huggingface.rotations import fix_frequencies, scaling_kinds
 from distmega.torch_import.operators import custom_ops
+from distmega.torch_import.repeats import without_values
 
 _RANDOM = ("normal_", "uniform_", "trunc_normal_")
 """Methods of tensors that fill them."""
@@ -337,7 +337,7 @@ def _failed(config: PretrainedConfig, model: nn.Module | None, error: Exception)
 
 def _runs_alone(model: nn.Module) -> bool:
     """Whether a class takes a token with whatever it makes to keep."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with without_values(model):
         try:
             model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=True)
         except Exception:  # the class may raise anything
@@ -376,7 +376,7 @@ def _look(model: nn.Module, num_layers: int) -> tuple[KeptStates, bool]:
         found[number] = CacheShape(number=number, num_heads=x.shape[1], dim=x.shape[2])
         return x.new_zeros(x.shape[1], 4, x.shape[2])
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with without_values(model):
         rows = StepRows(positions=torch.zeros(1, dtype=torch.long), max_context=4)
         cache = rows_cache(rows, num_layers, store)
         with capturing(rows):

@@ -1,0 +1,79 @@
+"""Modules that were looked at hold what they held."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distmega.errors import CaptureError
+from distmega.torch_import.attributes import kept_attributes
+from distmega.torch_import.exported import export_module
+from distmega.torch_import.huggingface.decoders import open_decoder
+from distmega.torch_import.repeats import find_kinds
+from tests.torch_import.more_families import MORE_FAMILIES
+
+Look = Callable[[nn.Module], object]
+
+
+class Replacing(nn.Module):
+    """Replaces a buffer, a parameter, and what its other attributes hold."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.table: Tensor = nn.Buffer(torch.arange(4.0))
+        self.calls, self.seen, self.nested = 0, set[Tensor](), {"rows": [1]}
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = self.table.to(torch.float64)
+        self.calls += 1
+        self.seen.add(x)
+        self.nested["rows"].append(2)
+        self.late = x
+        self.inner.weight = nn.Parameter(self.inner.weight * 2)
+        if self.fails:
+            raise ValueError("late")
+        return self.inner(x) + self.table.float()
+
+
+def looks() -> dict[str, Look]:
+    x = torch.ones(2, 4)
+    return {
+        "export": lambda module: export_module(module, (x,), {}),
+        "layers": lambda module: find_kinds(module, (x,), {}, [("inner",)]),
+        "call": lambda module: _called(module, x),
+    }
+
+
+def _called(module: nn.Module, x: Tensor) -> Tensor:
+    with kept_attributes(module):
+        out: Tensor = module(x)
+    return out
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("look", looks())
+def test_attributes_are_those_of_before(look: str, fails: bool):
+    module = Replacing(fails=fails)
+    table, weight = module.table, module.inner.weight
+    if fails:
+        with pytest.raises((CaptureError, ValueError), match="late"):
+            looks()[look](module)
+    else:
+        looks()[look](module)
+    assert module.table is table
+    assert module.inner.weight is weight
+    assert (module.calls, module.seen, module.nested) == (0, set(), {"rows": [1]})
+    assert not hasattr(module, "late")
+    assert list(module.state_dict()) == ["table", "inner.weight", "inner.bias"]
+
+
+def test_a_decoder_that_replaces_a_buffer_is_built_in_any_type():
+    """Its table of positions takes the type of its weights at each call."""
+    decoder = open_decoder(MORE_FAMILIES["ctrl"](random.Random(0)))
+    for dtype in ("f32", "bf16"):
+        program = decoder.build(1, 16, dtype=dtype)
+        assert not any("pos_encoding" in tensor.name for tensor in program.tensors)
