@@ -6,7 +6,7 @@ In: as table.py says. Out: rules of its table. The others are in table.py. Next:
 import math
 
 from distmega.torch_import.operators.build import Build
-from distmega.torch_import.operators.table import RULES, Rule, rule
+from distmega.torch_import.operators.table import EXPRESSIONS, RULES, Rule, rule
 from distmega.torch_import.operators.values import TensorValue, Value, is_float
 
 
@@ -84,9 +84,10 @@ def gelu(b: Build, self: TensorValue, approximate: str = "none") -> Value:
 def elu(
     b: Build, self: TensorValue, alpha: float = 1, scale: float = 1, input_scale: float = 1
 ) -> Value:
-    grown = "{1} * (exp(minimum({0} * {3}, 0)) - 1)"
-    return b.pointwise(f"where(lt(0, {{0}}), {{0}}, {grown}) * {{2}}", self, alpha, scale,
-                       input_scale)  # fmt: skip
+    """By expm1: exp(x) - 1 would lose the digits of a small x."""
+    grown = EXPRESSIONS["aten.expm1"].format(self="minimum({0} * {3}, 0)")
+    text = f"where(lt(0, {{0}}), {{0}}, {{1}} * ({grown})) * {{2}}"
+    return b.pointwise(text, self, alpha, scale, input_scale)
 
 
 def _of_bools(text: str) -> Rule:

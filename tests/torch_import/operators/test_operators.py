@@ -56,6 +56,23 @@ def test_expressions():
     assert not opaque_of(*functions, args=(X,))
 
 
+def test_functions_keep_the_digits_of_small_and_large_arguments():
+    """As many as torch keeps, in each type."""
+    sizes = torch.tensor([1e-30, 1e-10, 1e-7, 1e-4, 0.1, 1.0, 10.0, 80.0, 1e5], dtype=torch.float64)
+    functions: list[Callable[[Tensor], Tensor]] = [
+        F.elu, F.selu, F.celu, lambda x: F.elu(x, 0.5), lambda x: F.celu(x, 3.0), F.softplus,
+        torch.expm1, lambda x: x.abs().log1p(), torch.tanh, F.logsigmoid, F.gelu, F.silu, F.mish,
+    ]  # fmt: skip
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x = torch.cat([sizes, -sizes]).to(dtype)
+        found = distmega.capture(Calls(*functions), (x,)).compile()(x)
+        near = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 1e-37}
+        for y, function in zip(found, functions, strict=True):
+            own, exact = function(x).double(), function(x.double())
+            keeps = torch.isclose(own, exact, **near)  # gelu far below zero does not
+            assert torch.allclose(y.double()[keeps], exact[keeps], **near), function
+
+
 def test_movement():
     functions = [
         lambda x, i: (x[1:], x[..., ::2], x[:, -1], x[:, None], x.squeeze(), x[0, 1:3, 2:]),
