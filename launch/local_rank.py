@@ -44,6 +44,7 @@ class LocalRank:
             node=socket.gethostname(),
             kind=self._job.device,
             index=self._rank,
+            timeout_s=self._job.timeout_s,
         )
         self._run = RankRun(
             context,

@@ -176,6 +176,7 @@ def _make_context(here: TorchrunRank, job: Job) -> RankContext:
         node=socket.gethostname(),
         kind=job.device,
         index=here.local_rank,
+        timeout_s=job.timeout_s,
     )
 
 

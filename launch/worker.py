@@ -182,7 +182,14 @@ def close_group() -> None:
 
 
 def make_context(
-    *, rank: int, world_size: int, local: tuple[int, int], node: str, kind: DeviceKind, index: int
+    *,
+    rank: int,
+    world_size: int,
+    local: tuple[int, int],
+    node: str,
+    kind: DeviceKind,
+    index: int,
+    timeout_s: float,
 ) -> RankContext:
     """The context of a rank; `local` is its number among the node's ranks and their count, `index`
     its CUDA device.
@@ -195,6 +202,7 @@ def make_context(
         node=node,
         backend="nccl" if kind == "cuda" else "gloo",
         device=f"cuda:{gpu_of(index)}" if kind == "cuda" else "cpu",
+        timeout_s=timeout_s,
     )
 
 

@@ -207,7 +207,7 @@ class RayTeam:
         hosts = [LOOPBACK if is_one_node else seat.address for seat in seats]
         opened = self.actors[0].open_store.remote(hosts[0], timeout_s)
         address = (hosts[0], ray.get(opened, timeout=timeout_s))
-        contexts = make_contexts(seats, self.job.device)
+        contexts = make_contexts(seats, self.job.device, self.job.timeout_s)
         for rank, (actor, context) in enumerate(zip(self.actors, contexts, strict=True)):
             run = actor.run.options(num_returns="streaming")
             self.streams[run.remote(context, self.job, hosts[rank], address)] = rank
@@ -277,7 +277,9 @@ def _actor_options(job: Job, group: PlacementGroup, index: int) -> dict[str, Any
     }
 
 
-def make_contexts(seats: Sequence[Seat], kind: DeviceKind) -> list[RankContext]:
+def make_contexts(
+    seats: Sequence[Seat], kind: DeviceKind, timeout_s: float
+) -> list[RankContext]:
     """The ranks of the seats, in their order."""
     nodes, names = [seat.node for seat in seats], name_nodes(seats)
     return [
@@ -288,6 +290,7 @@ def make_contexts(seats: Sequence[Seat], kind: DeviceKind) -> list[RankContext]:
             node=names[seat.node],
             kind=kind,
             index=seat.device,
+            timeout_s=timeout_s,
         )
         for rank, seat in enumerate(seats)
     ]

@@ -11,6 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+import distmega
 from distmega.engine.ranks.context import Emit, ProgressReport, RankContext
 from distmega.errors import RequestError
 
@@ -47,6 +48,18 @@ def sum_ranks(context: RankContext, payload: int, emit: Emit) -> list[Seen]:
     everything: list[Seen] = [seen] * context.world_size
     dist.all_gather_object(everything, seen)
     return everything
+
+
+def hang_opening(context: RankContext, payload: None, emit: Emit) -> None:
+    """The last rank goes no further once it has loaded its part of a model."""
+
+    def tell(done_bytes: int, all_bytes: int) -> None:
+        if done_bytes == all_bytes and context.rank == context.world_size - 1:
+            time.sleep(3600)
+
+    source = distmega.open_model("tiny-llama")
+    options = distmega.EngineOptions(max_context=64)
+    distmega.open_engine(context, source, context.world_size, options, progress=tell)
 
 
 def listeners(context: RankContext, payload: None, emit: Emit) -> list[tuple[str, int]]:

@@ -48,6 +48,7 @@ def test_values_come_in_order_and_the_result_last(
             node=result.value[0].context.node,
             backend="gloo",
             device="cpu",
+            timeout_s=300.0,
         )
         for rank in range(num_ranks)
     ]

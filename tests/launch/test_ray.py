@@ -121,7 +121,7 @@ def test_ranks_are_numbered_by_node_then_device():
         for index, (address, node, device) in enumerate(places)
     )
     assert [seat.index for seat in seats] == [3, 1, 2, 0]
-    contexts = launcher.make_contexts(seats, "cuda")
+    contexts = launcher.make_contexts(seats, "cuda", 60.0)
     assert [context.local_rank for context in contexts] == [0, 1, 0, 1]
     assert [context.device for context in contexts] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     assert {context.local_world_size for context in contexts} == {2}

@@ -80,6 +80,14 @@ def test_a_rank_that_hangs_is_named_after_the_timeout():
     assert "Timed out" in message
 
 
+def test_a_rank_that_hangs_while_an_engine_opens_is_named_after_the_timeout():
+    done = torchrun("hang_opening", 0, 2, 10)
+    assert done.returncode != 0
+    (message,) = errors(done)
+    assert "rank 0 of 2 lost contact with rank 1" in message
+    assert "exchange of values of [0, 1] failed on rank 0" in message
+
+
 def test_a_rank_that_waits_for_a_store_ends_on_an_interrupt():
     """The agent sends one, and after 30 s a SIGKILL. Nobody answers the rank here."""
     with socket.create_server(("127.0.0.1", 0)) as server, interruptible():

@@ -24,7 +24,7 @@ def open_communicator(
     native: bool = False,
 ) -> Communicator:
     """How this rank reaches the others of the mesh: NCCL between GPUs, gloo between CPUs. wait_s:
-    bound on a wait for another CPU rank inside a program. native: NCCL takes sums itself, which
+    bound on a wait for another CPU rank inside a program, the context's elsewhere. native: NCCL takes sums itself, which
     costs less than summing in rank order.
 
     MeshError for a mesh that is not of the job's ranks, ProgramError for what is no RankContext,
@@ -42,5 +42,5 @@ def open_communicator(
     if mesh.num_ranks == 1:
         return SingleCommunicator(mesh)
     if context.backend == "nccl":
-        return (NativeNccl if native else NcclCommunicator)(mesh, context.rank)
-    return GlooCommunicator(mesh, context.rank, wait_s=wait_s)
+        return (NativeNccl if native else NcclCommunicator)(mesh, context.rank, context.timeout_s)
+    return GlooCommunicator(mesh, context.rank, context.timeout_s, wait_s)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from distmega.arguments import shown
+from distmega.arguments import require_number, shown
+from distmega.env import MAX_SECONDS
 from distmega.errors import ProgramError, RequestError
 
 Backend = Literal["gloo", "nccl"]
@@ -43,6 +44,7 @@ class RankContext:
         node: The node's name.
         backend: What torch.distributed communicates by.
         device: "cpu" or "cuda:i".
+        timeout_s: How long it waits for other ranks outside of programs, as while they load.
     """
 
     rank: int
@@ -52,6 +54,7 @@ class RankContext:
     node: str
     backend: Backend
     device: str
+    timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         """RequestError for a place that there can't be."""
@@ -68,6 +71,7 @@ class RankContext:
             raise _bad(f"backend {shown(self.backend)}", f"one of {', '.join(get_args(Backend))}")
         if not isinstance(self.device, str) or not DEVICE_NAME.fullmatch(self.device):
             raise _bad(f"device {shown(self.device)}", "cpu or cuda:i")
+        require_number("timeout_s", self.timeout_s, MAX_SECONDS)
 
 
 def require_context(context: object) -> None:

@@ -17,7 +17,9 @@ def test_ranks_take_gpus_in_turn(shared: str, num_gpus: int, expected: list[int]
     monkeypatch.setenv("DISTMEGA_SHARE_GPUS", shared)
     with patch("torch.cuda.device_count", return_value=num_gpus):
         assert [gpu_of(number) for number in range(4)] == expected
-        context = make_context(rank=3, world_size=4, local=(3, 4), node="a", kind="cuda", index=3)
+        context = make_context(
+            rank=3, world_size=4, local=(3, 4), node="a", kind="cuda", index=3, timeout_s=60.0
+        )
     assert context.device == f"cuda:{expected[3]}"
 
 
