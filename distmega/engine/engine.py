@@ -129,7 +129,7 @@ class Engine(OwnProcess):
         """
         require_opened(source, options)
         require_communicator(comm, mesh)
-        _require_logits(logits)
+        require_choices(logits, sampling)
         self.mesh, self.comm, self.device = mesh, comm, find_device(device)
         self.eos_ids = frozenset(source.config.eos_ids)
         """Tokens that end a sequence."""
@@ -649,8 +649,9 @@ def _require_prompts(prompts: object) -> None:
         )
 
 
-def _require_logits(logits: str) -> None:
-    """RequestError for what no decode step gives."""
+def require_choices(logits: str, sampling: Samplings) -> None:
+    """RequestError for logits that no decode step gives, and for what is no sampling."""
+    joint_method(sampling)
     if not isinstance(logits, str) or logits not in get_args(Logits):
         raise RequestError(
             f"logits={shown(logits)}",

@@ -125,6 +125,9 @@ class Collectives(ABC):
     def check_signals(self) -> None:  # noqa: B027  a transport that blocks raises at once
         """Nothing is given up unnoticed where waits block the host."""
 
+    def leave(self) -> None:  # noqa: B027  a transport may hold nothing
+        """Nothing to release."""
+
     def close(self) -> None:  # noqa: B027  a transport may hold nothing
         """Nothing to release."""
 

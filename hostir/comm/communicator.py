@@ -22,7 +22,7 @@ from torch import Tensor
 from distmega.arguments import shown
 from distmega.errors import LostPeerError, MeshError, ProgramError, RankFailure
 from distmega.hostir.comm.collectives import Collectives, CommHandle, Mailbox, copy_into, token
-from distmega.hostir.comm.groups import close_groups, close_left, close_with
+from distmega.hostir.comm.groups import close_groups, close_left, close_with, leave_groups
 from distmega.hostir.comm.plain import Plain, decode_plain, encode_plain, gather_bytes
 from distmega.hostir.comm.torch_names import all_gather_single
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -124,6 +124,12 @@ class Communicator(Protocol):
     def close(self) -> None:
         """Releases what it holds. All ranks of the mesh call it together, once they use nothing
         that was made with it; from then on it takes no call but this.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Gives up what it holds without the others, as if it were gone: that is released where
+        its ranks meet next, once all of them have left it.
         """
         ...
 
@@ -249,6 +255,12 @@ class TeamCommunicator(Collectives):
         self._is_closed = True
         close_groups(self._opened)
         self._opened.clear()
+        self._groups.clear()
+
+    def leave(self) -> None:
+        """See Communicator."""
+        self._is_closed = True
+        leave_groups(self._opened)
         self._groups.clear()
 
     def _require_open(self) -> None:

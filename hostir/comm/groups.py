@@ -22,6 +22,12 @@ def close_with(owner: object, groups: Sequence[dist.ProcessGroup]) -> None:
     weakref.finalize(owner, _left.extend, groups).atexit = False
 
 
+def leave_groups(groups: list[dist.ProcessGroup]) -> None:
+    """Takes groups out of the list of one who is done with them; see close_left."""
+    _left.extend(groups)
+    groups.clear()
+
+
 def close_left(gather: Callable[[list[str]], Sequence[list[str]]], ranks: Sequence[int]) -> None:
     """Closes groups that all of their ranks have left, on all of them in the same order. gather:
     gives what each of `ranks` tells, in their order; all of them call this together.

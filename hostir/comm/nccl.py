@@ -148,6 +148,13 @@ class NcclCommunicator(TeamCommunicator):
     def barrier(self) -> None:
         self._control.barrier()
 
+    def leave(self) -> None:
+        """See Communicator."""
+        self.kept.clear()
+        self.signals = None
+        super().leave()
+        self._control.leave()
+
     def close(self) -> None:
         """As of TeamCommunicator, and what was kept with it. No graph holds its collectives any
         longer, since NCCL would wait for that.

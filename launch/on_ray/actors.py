@@ -277,9 +277,7 @@ def _actor_options(job: Job, group: PlacementGroup, index: int) -> dict[str, Any
     }
 
 
-def make_contexts(
-    seats: Sequence[Seat], kind: DeviceKind, timeout_s: float
-) -> list[RankContext]:
+def make_contexts(seats: Sequence[Seat], kind: DeviceKind, timeout_s: float) -> list[RankContext]:
     """The ranks of the seats, in their order."""
     nodes, names = [seat.node for seat in seats], name_nodes(seats)
     return [

@@ -18,7 +18,7 @@ from distmega.engine.engine import Engine
 from distmega.engine.ranks.context import RankContext
 from distmega.engine.ranks.jobs import open_engine
 from distmega.engine.requests import EngineOptions
-from distmega.errors import ProgramError, RankFailure, UnsupportedError
+from distmega.errors import ProgramError, RankFailure, RequestError, UnsupportedError
 from distmega.hostir.check.check import check_host
 from distmega.hostir.comm import communicator
 from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
@@ -169,6 +169,31 @@ def close_often(rank: int, num_ranks: int) -> None:
         closed[-1].all_reduce("tp", [torch.ones(1)], [torch.ones(1)], "sum")
     found, *_ = kept(parts).values()
     assert torch.equal(found, expected)
+
+
+def fail_often(rank: int, num_ranks: int) -> None:
+    """An engine that fails as it opens leaves no threads once its ranks open another one, though
+    the error is kept, which keeps its memory.
+    """
+    context = RankContext(
+        rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks, node="here",
+        backend="gloo", device="cpu",
+    )  # fmt: skip
+
+    def fail(done_bytes: int, all_bytes: int) -> None:
+        raise ValueError("told enough")
+
+    source, options = open_model("tiny-llama"), EngineOptions(max_context=32)
+    failures, used = [], []
+    for _ in range(6):
+        with pytest.raises(ValueError, match="told enough") as failure:
+            open_engine(context, source, num_ranks, options, progress=fail)
+        failures.append(failure)
+        used.append(len(os.listdir("/proc/self/task")))
+    assert used[-1] <= used[1], used
+    with pytest.raises(RequestError, match="logits='most'"):
+        open_engine(context, source, num_ranks, options, "most")  # type: ignore[arg-type]
+    assert len(os.listdir("/proc/self/task")) == used[-1], "found before anything opens"
 
 
 def check_values(comm: GlooCommunicator) -> None:

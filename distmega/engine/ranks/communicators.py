@@ -24,8 +24,8 @@ def open_communicator(
     native: bool = False,
 ) -> Communicator:
     """How this rank reaches the others of the mesh: NCCL between GPUs, gloo between CPUs. wait_s:
-    bound on a wait for another CPU rank inside a program, the context's elsewhere. native: NCCL takes sums itself, which
-    costs less than summing in rank order.
+    bound on a wait for another CPU rank inside a program, that of the context bounds others.
+    native: NCCL takes sums itself, which costs less than summing in rank order.
 
     MeshError for a mesh that is not of the job's ranks, ProgramError for what is no RankContext,
     RequestError for a device that this machine hasn't.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distmega.arguments import require_whole
 from distmega.engine.decode_plan import model_mesh, require_positions
-from distmega.engine.engine import Engine, require_opened
+from distmega.engine.engine import Engine, require_choices, require_opened
 from distmega.engine.ranks.answers import GrowingAnswer
 from distmega.engine.ranks.communicators import open_communicator
 from distmega.engine.ranks.context import Emit, RankContext, require_context
@@ -231,20 +231,25 @@ def open_engine(
             remedy=f"use {argument('tp')} {context.world_size}",
         )
     mesh = model_mesh(tp, pp)
+    require_choices(logits, sampling)
     comm = open_communicator(context, mesh, options.timeout_s)
-    return Engine(
-        source,
-        mesh,
-        comm,
-        options,
-        node=context.node,
-        device=context.device,
-        logits=logits,
-        sampling=sampling,
-        progress=progress,
-        tell=tell,
-        closes_comm=True,
-    )
+    try:
+        return Engine(
+            source,
+            mesh,
+            comm,
+            options,
+            node=context.node,
+            device=context.device,
+            logits=logits,
+            sampling=sampling,
+            progress=progress,
+            tell=tell,
+            closes_comm=True,
+        )
+    except BaseException:  # which whoever keeps it keeps the engine by
+        comm.leave()
+        raise
 
 
 def report_doing(emit: Emit) -> Tell:

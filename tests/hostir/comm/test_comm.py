@@ -30,6 +30,10 @@ def test_what_is_closed_leaves_no_threads_and_sockets(num_ranks: int, tmp_path: 
     spawn("close_often", num_ranks, tmp_path)
 
 
+def test_what_fails_as_it_opens_leaves_no_threads(tmp_path: Path):
+    spawn("fail_often", 2, tmp_path)
+
+
 @pytest.mark.parametrize("told", [{0: ["a", "b"], 1: ["b"]}, {0: ["a", "b"], 1: []}])
 def test_groups_are_closed_once_all_their_ranks_have_left_them(monkeypatch, told):
     """Group c is of ranks that have not met; d ended with torch.distributed."""
