@@ -42,6 +42,7 @@ from distmega.program.ops.axis_views import (
     order_axes,
     unfold_axes,
 )
+from distmega.program.ops.lookups import require_ids
 from distmega.program.types import Op, accesses, grouped_index
 
 
@@ -253,7 +254,9 @@ def packed_attention(
 ) -> Tensor:
     """As attention, of q [m, h, g, d] whose row m sees cache sequences[m] of [s, h, t, d] and
     [s, h, t, e], or of the only one where there is no s. Asks the device which rows those are.
+    RequestError for sequences on a CPU that have no cache.
     """
+    require_ids(sequences, k_cache.shape[0] if k_cache.dim() == 4 else 1)
     if k_cache.dim() == 3:
         return attention(q, k_cache, v_cache, positions, scale, window, softcap)
     out = q.new_zeros(*q.shape[:3], v_cache.shape[-1])

@@ -374,8 +374,10 @@ def _attention_reference(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
 
     def run(q: Any, k: Any, v: Any, positions: Any, *others: Any) -> Any:
         bias = others[0] if op.kind == "biased_attention" else None
-        if bias is None and others and k.dim() == 4:
-            k, v = k[others[0]], v[others[0]]
+        if bias is None and others:
+            require_ids(others[0], k.shape[0] if k.dim() == 4 else 1)
+            if k.dim() == 4:
+                k, v = k[others[0]], v[others[0]]
         return attention_values(q, k, v, positions, scale, window, softcap, bias)
 
     return run

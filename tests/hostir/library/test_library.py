@@ -16,7 +16,7 @@ from distmega.hostir.library.opaque import compile_opaque, encode_call
 from distmega.hostir.library.opaque_text import find_operator, operator_name
 from distmega.hostir.library.ops import linear_spec, run_op
 from distmega.program.builder import ProgramBuilder
-from distmega.program.kinds import user_kinds
+from distmega.program.kinds import kind_of, user_kinds
 from distmega.program.ops import attention, lookups, norms, sampling
 from distmega.program.ops import compute as ops
 from distmega.program.ops.attention import append_values, attention_values
@@ -316,6 +316,25 @@ def test_positions_outside_of_a_cache_see_what_of_it_is_before_them(
         found.append(library.packed_attention(q, k, v, at, torch.arange(rows), *how))
     for each in found:
         torch.testing.assert_close(each, expected)
+
+
+@pytest.mark.parametrize("num_caches", [1, 3])
+@pytest.mark.parametrize("wrong", [3, -1])
+def test_rows_of_sequences_without_a_cache_are_refused(num_caches: int, wrong: int):
+    """One cache may be of all rows; the last one is not of sequence -1."""
+    shape = (num_caches, 2, 8, 4) if num_caches > 1 else (2, 8, 4)
+    q, cache, at = torch.randn(2, 2, 2, 4), torch.randn(shape), torch.tensor([3, 5])
+    given = {"q": q, "cache": cache, "at": at, "ids": torch.tensor([0, wrong])}
+    given["starts"] = torch.zeros(num_caches + 1, dtype=torch.long)
+    q_, cache_, at_, *packed = (declared(name, x) for name, x in given.items())
+    op, _ = attention.attention("a", q_, cache_, cache_, at_, 0.5, packed=tuple(packed))
+    reference = kind_of(op).reference
+    assert reference is not None
+    message = rf"an id of {wrong} in a table of {num_caches} row"
+    with pytest.raises(RequestError, match=message):
+        run_op(op, given, {})
+    with pytest.raises(RequestError, match=message):
+        reference(op, {})(q, cache, cache, *list(given.values())[2:])
 
 
 def test_kv_append_writes_in_place():
