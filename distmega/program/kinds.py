@@ -163,6 +163,8 @@ class OpKind:
     misfit: what of an op that keeps these, and of the tensors that it reads and writes, does not
         fit together, and what was expected. `as_stated` of ops/parts.py for kinds whose ops are all
         as one function states them.
+    restated_misfit: as misfit, of the ops of a kernel's segment too, which its passes restate in
+        other forms (kernels/tasks/); None where they have none.
     flops: arithmetic, two a multiply-add. grouped_flops: as that of a number of points, where an op
         runs over groups of rows.
     reference: what it computes: from an op to a function of its operands, in the order of its reads
@@ -210,6 +212,7 @@ class OpKind:
     combine: str = ""
     attrs: Mapping[str, AttrRule] = field(default_factory=dict, hash=False)
     misfit: Misfit = fits_always
+    restated_misfit: Misfit | None = None
     flops: Flops = no_flops
     grouped_flops: Callable[[StatedOp, float], float] = two_a_point
     reference: Reference | None = None

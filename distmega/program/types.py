@@ -232,8 +232,9 @@ _NAME = re.compile(r"\w[\w./@#-]*")
 """Names print as one word; "return" and "program" begin other lines of the printed form."""
 
 
-def verify_program(program: Program) -> Program:
-    """Checks names, ranks, extents and definition before use, and returns the program.
+def verify_program(program: Program, *, is_restated: bool = False) -> Program:
+    """Checks names, ranks, extents and definition before use, and returns the program. is_restated:
+    it is a kernel's segment, whose passes have forms of ops of their own.
 
     Raises ProgramError.
     """
@@ -267,7 +268,7 @@ def verify_program(program: Program) -> Program:
     _verify_views(program, tensors)
     _verify_written_views(program)
     for op in program.ops:
-        if wrong := wrong_roles(op) or wrong_operands(op, tensors):
+        if wrong := wrong_roles(op) or wrong_operands(op, tensors, is_restated=is_restated):
             raise _broken(program, f"op {op.name!r} {wrong[0]}", wrong[1])
     for name in program.outputs:
         if name not in defined:
@@ -401,12 +402,16 @@ def wrong_access(op: Op, access: Access, shape: Sequence[int]) -> tuple[str, str
     return None
 
 
-def wrong_operands(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+def wrong_operands(
+    op: Op, tensors: Mapping[str, Tensor], *, is_restated: bool = False
+) -> tuple[str, str] | None:
     """What of an op and its tensors does not fit together, and what was expected; None where all
-    fits. Its accesses and attributes are right by themselves.
+    fits. Its accesses and attributes are right by themselves. is_restated: see verify_program.
     """
     reads, writes = ([tensors[a.tensor] for a in side] for side in (op.reads, op.writes))
-    return kind_of(op).misfit(op, reads, writes)
+    kind = kind_of(op)
+    misfit = (kind.restated_misfit if is_restated else None) or kind.misfit
+    return misfit(op, reads, writes)
 
 
 def _verify_index(program: Program, op: Op, access: Access, index: Index, extent: int) -> None:

@@ -86,7 +86,7 @@ def expand_collectives(segment: Program, mesh: DeviceMesh) -> Program:
         ops += [push for push, _ in pairs]
         ops.append(_combine(op, received))
     expanded = replace(segment, tensors=tuple(tensors), ops=tuple(ops))
-    return verify_program(expanded)
+    return verify_program(expanded, is_restated=True)
 
 
 def team_size(segment: Program, mesh: DeviceMesh) -> int:

@@ -44,7 +44,7 @@ def expand_groups(segment: Program) -> Program:
     if tuple(ops) == segment.ops:
         return segment
     expanded = replace(segment, tensors=(*segment.tensors, *more), ops=tuple(ops))
-    return verify_program(expanded)
+    return verify_program(expanded, is_restated=True)
 
 
 def restate_groups(

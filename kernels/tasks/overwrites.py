@@ -31,7 +31,8 @@ def expand_overwrites(segment: Program) -> Program:
         ops.append(replace(op, reads=tuple(reads)))
     if tuple(ops) == segment.ops:
         return segment
-    return verify_program(replace(segment, tensors=tuple(tensors.values()), ops=tuple(ops)))
+    copied = replace(segment, tensors=tuple(tensors.values()), ops=tuple(ops))
+    return verify_program(copied, is_restated=True)
 
 
 def _is_overwritten(footprints: Footprints, op: Op, read: Access) -> bool:

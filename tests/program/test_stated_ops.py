@@ -106,6 +106,24 @@ def test_an_op_is_as_its_kind_states_it(kind: str, old: str, new: str, named: st
         parse_program(text.replace(old, new, 1))
 
 
+def test_forms_that_only_passes_of_kernels_restate_ops_in_are_refused():
+    """A concat of parts of ranks, and products of groups by rows alone."""
+    joined = """\
+program joined
+  input x: f32[2, 4, 8]
+  temp y: f32[8, 8]
+  y = concat[s:2 n:4 d:8] x(s, n, d) -> y(s.n, d) | dim=0
+  return y
+"""
+    with pytest.raises(ProgramError, match=re.escape("'y' is concat with results f32[8, 8]; exp")):
+        parse_program(joined)
+    head, _, tail = EXPERTS.partition("  up = ")
+    by_rows = "up = grouped_linear[p:8 e:3:reduce:lookup n:5 k:8:reduce:sum o:4:reduce]\
+ rows(p, k) w(e, n, k) offsets(o) -> up(p, n) | groups=3\n"
+    with pytest.raises(ProgramError, match=r"'up' is grouped_linear of .* 0 rows a group; exp"):
+        parse_program(f"{head}  {by_rows}{tail.partition(chr(10))[2]}")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [

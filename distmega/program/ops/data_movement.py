@@ -267,7 +267,7 @@ def _copy_misfit(
 _joins = as_stated(lambda op, *xs: concat(op.name, xs, op.attr("dim")))
 
 
-def _concat_misfit(
+def _restated_concat_misfit(
     op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
 ) -> tuple[str, str] | None:
     """What joins tensors, but for parts of ranks that a kernel has side by side, along one dim more
@@ -302,7 +302,8 @@ define(
         name="concat",
         is_clipped=True,
         attrs={"dim": COUNT},
-        misfit=_concat_misfit,
+        misfit=_joins,
+        restated_misfit=_restated_concat_misfit,
         reference=_concat_reference,
     )
 )

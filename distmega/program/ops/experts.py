@@ -455,7 +455,8 @@ define(
         combine="sum",
         reads_whole=True,
         masks_padding=True,
-        misfit=_unless_by_rows(as_stated(_restated_gather)),
+        misfit=as_stated(_restated_gather),
+        restated_misfit=_unless_by_rows(as_stated(_restated_gather)),
         grouped_flops=lambda op, points: 0,
         reference=_gather_rows_reference,
     )
@@ -467,7 +468,8 @@ define(
         combine="sum",
         reads_whole=True,
         contracts=True,
-        misfit=_unless_by_rows(as_stated(_restated_product)),
+        misfit=as_stated(_restated_product),
+        restated_misfit=_unless_by_rows(as_stated(_restated_product)),
         host_reads="where groups start",
         reference=_grouped_linear_reference,
     )
@@ -479,7 +481,8 @@ define(
         combine="sum",
         reads_whole=True,
         linear_read=0,
-        misfit=_unless_by_rows(as_stated(_restated_scatter)),
+        misfit=as_stated(_restated_scatter),
+        restated_misfit=_unless_by_rows(as_stated(_restated_scatter)),
         reference=_scatter_add_reference,
     )
 )
