@@ -48,3 +48,6 @@ def compile_plan(
     except UnsupportedError:  # which all ranks raise; peers may not come to close after others
         comm.close()
         raise
+    except BaseException:  # which whoever keeps it keeps the communicator by
+        comm.leave()
+        raise

@@ -198,7 +198,11 @@ class Captured:
         if context is None:
             return CapturedModule(self, SingleCommunicator(mesh), mesh, "cpu", layouts)
         comm = open_communicator(context, mesh)
-        return CapturedModule(self, comm, mesh, context.device, layouts)
+        try:
+            return CapturedModule(self, comm, mesh, context.device, layouts)
+        except BaseException:  # which whoever keeps it keeps the communicator by
+            comm.leave()
+            raise
 
 
 class CapturedModule(OwnProcess):

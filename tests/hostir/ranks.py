@@ -13,12 +13,13 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+import distmega
 from distmega.compiled import CompiledProgram, compile_plan
 from distmega.engine.engine import Engine
 from distmega.engine.ranks.context import RankContext
 from distmega.engine.ranks.jobs import open_engine
 from distmega.engine.requests import EngineOptions
-from distmega.errors import ProgramError, RankFailure, RequestError, UnsupportedError
+from distmega.errors import PlanError, ProgramError, RankFailure, RequestError, UnsupportedError
 from distmega.hostir.check.check import check_host
 from distmega.hostir.comm import communicator
 from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
@@ -28,7 +29,7 @@ from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.machines import CPU
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.layout.placements import stream
+from distmega.sharding.layout.placements import replicate, stream
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from distmega.sources.load import open_model
@@ -191,6 +192,13 @@ def fail_often(rank: int, num_ranks: int) -> None:
         failures.append(failure)
         used.append(len(os.listdir("/proc/self/task")))
     assert used[-1] <= used[1], used
+    captured = distmega.capture(torch.nn.Linear(4, 4), (torch.ones(2, 4),))
+    for _ in range(4):
+        with pytest.raises(PlanError, match=r"nothing\.weight") as refusal:
+            captured.compile(context, DeviceMesh(tp=num_ranks), {"nothing.weight": replicate()})
+        failures.append(refusal)
+        used.append(len(os.listdir("/proc/self/task")))
+    assert used[-1] <= used[-3], used
     with pytest.raises(RequestError, match="logits='most'"):
         open_engine(context, source, num_ranks, options, "most")  # type: ignore[arg-type]
     assert len(os.listdir("/proc/self/task")) == used[-1], "found before anything opens"
