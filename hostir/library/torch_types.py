@@ -6,7 +6,7 @@ tensors.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TypeGuard
 
 import torch
@@ -108,6 +108,21 @@ def ordinary_tensors() -> Iterator[None]:
         yield
         return
     with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def as_stated() -> AbstractContextManager[object]:
+    """Around what runs a program: in the types that it states, whatever torch.autocast says where
+    it is called, and without gradients.
+    """
+    casts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return _without_autocast() if casts else torch.no_grad()
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    kinds = (torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda"))
+    with torch.no_grad(), next(kinds), next(kinds):
         yield
 
 

@@ -60,6 +60,22 @@ class Counting(nn.Module):
         return seen, x, self.total
 
 
+def test_autocast_around_a_call_changes_nothing():
+    """Around a capture its casts are part of the program."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).eval()
+    x = torch.randn(3, 8)
+    plain = distmega.capture(model, (x,)).compile()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = distmega.capture(model, (x,)).compile()
+        narrow = model(x).detach()
+        within = plain(x), cast(x)
+    assert torch.equal(within[0], plain(x))
+    torch.testing.assert_close(within[0], model(x).detach())
+    assert within[1].dtype == torch.bfloat16
+    torch.testing.assert_close(within[1], narrow)
+    assert torch.equal(within[1], cast(x))
+
+
 def test_a_call_brings_inputs_alone(monkeypatch: pytest.MonkeyPatch):
     """Weights, states and constants are bound once, however many there are."""
     brought: list[set[str]] = []
