@@ -102,6 +102,8 @@ class _Compiled:
             if text in named and paths.is_free(alias)
         }
         self._records = _records_gradients(graph)
+        self._numbers = [at for at, node in enumerate(given) if _is_number(node)]
+        self._binds_numbers = False
         self._parameters: Sequence[int] = ()
         """Positions of parameters among the inputs, and of all others: what dynamo guards."""
         self._others: Sequence[int] = ()
@@ -114,6 +116,8 @@ class _Compiled:
                 expected="inference",
                 remedy="call the compiled model under torch.no_grad()",
             )
+        if self._binds_numbers:
+            args = self._with_numbers(args)
         if not self._entries:
             positions = range(len(args))
             self._parameters = [at for at in positions if isinstance(args[at], nn.Parameter)]
@@ -123,7 +127,14 @@ class _Compiled:
         addresses = tuple(map(Tensor.data_ptr, [args[at] for at in self._parameters]))
         entry = self._entries.get(key)
         if entry is None or entry.addresses != addresses:
-            entry = self._entries[key] = self._open(args, addresses)
+            try:
+                entry = self._open(args, addresses)
+            except CaptureError:  # maybe since it asks for a number
+                if self._binds_numbers or not self._numbers:
+                    raise
+                self._bind_numbers()
+                return self(*args)
+            self._entries[key] = entry
         if entry.has_states or (entry.updates and overlap(_tensors(args))):
             found: tuple[Any, ...] = self._graph(*args)
             return found
@@ -140,6 +151,26 @@ class _Compiled:
             has_states=has_states,
             updates=bool(graph.updated),
         )
+
+    def _bind_numbers(self) -> None:
+        """From now on floats that come as tensors, as dynamo gives them, are a part of programs, as
+        are those that come as they are.
+        """
+        graph = fx.Graph()
+        last = graph.graph_copy(self._graph.graph, {})
+        graph.output(last)
+        given = [node for node in graph.nodes if node.op == "placeholder"]
+        for at in self._numbers:
+            for taken in [*given[at].users]:
+                taken.replace_all_uses_with(given[at])
+                graph.erase_node(taken)
+        self._graph = fx.GraphModule(self._graph, graph)
+        self._binds_numbers = True
+
+    def _with_numbers(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The inputs, floats as they are."""
+        numbers = {*self._numbers}
+        return tuple(x.item() if at in numbers else x for at, x in enumerate(args))
 
     def _compile(self, args: Sequence[Any]) -> CapturedModule:
         """The program for inputs of these shapes; parameters and sizes are bound to it."""
@@ -239,6 +270,17 @@ def _records_gradients(graph: fx.GraphModule) -> bool:
     return any(
         isinstance(x := node.meta.get("example_value"), Tensor) and x.requires_grad
         for node in last.all_input_nodes
+    )
+
+
+def _is_number(given: fx.Node) -> bool:
+    """Whether an input of dynamo's graph is a float: a tensor of which only its number is read."""
+    example = given.meta.get("example_value")
+    return (
+        isinstance(example, Tensor)
+        and (example.dim(), example.dtype, example.device.type) == (0, torch.float64, "cpu")
+        and bool(given.users)
+        and all((user.op, user.target) == ("call_method", "item") for user in given.users)
     )
 
 

@@ -318,6 +318,28 @@ def test_numbers_and_inputs_without_elements():
 
 
 @torch.no_grad()
+def test_numbers_that_a_call_asks_for_are_a_part_of_its_program():
+    """With dynamic=True dynamo gives floats as tensors; batch norm asks whether eps is below 0."""
+    torch._dynamo.reset()
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor, scale: float) -> Tensor:
+            return self.norm(x) * scale
+
+    model = Norm().eval()
+    model.norm.running_var.fill_(0.1)
+    compiled = torch.compile(model, backend="distmega", dynamic=True)
+    with torch.no_grad():
+        for num, scale, eps in ((3, 0.5, 1e-5), (5, 1.5, 1e-5), (5, 1.5, 0.1)):
+            model.norm.eps = eps
+            x = torch.randn(num, 4)
+            torch.testing.assert_close(compiled(x, scale), model(x, scale))
+
+
 def test_a_number_taken_from_a_tensor():
     def counted(x: Tensor) -> Tensor:
         return x * int(x.sum().item())
