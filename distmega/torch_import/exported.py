@@ -6,7 +6,6 @@ then conversion/converter.py.
 """
 
 import re
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,8 +50,21 @@ their parts would do so by effects beside the graph.
 UNKNOWN_TYPE = re.compile(r"(?:Found|Unsupported input type) <class '([^']*)'>")
 """How torch.export names a class that it can't take apart."""
 
-EXPORTING = threading.RLock()
-"""torch.export patches torch while it runs: one thread at a time."""
+
+class _Exporting:
+    """Held by one thread at a time, any number of times. It is dynamo's own lock: a thread in which
+    dynamo traces would see what torch.export patches too, and the other way round.
+    """
+
+    def __enter__(self) -> None:
+        torch._dynamo.convert_frame.compile_lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        torch._dynamo.convert_frame.compile_lock.release()
+
+
+EXPORTING = _Exporting()
+"""torch.export patches torch while it runs."""
 
 
 def export_module(

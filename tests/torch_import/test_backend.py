@@ -4,6 +4,7 @@ import importlib
 import tomllib
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -318,6 +319,22 @@ def test_numbers_and_inputs_without_elements():
 
 
 @torch.no_grad()
+def test_threads_that_call_at_once():
+    """One captures inputs of a shape while dynamo traces the model for another."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).eval()
+    compiled = torch.compile(model, backend="distmega")
+    given = [torch.randn(1 + number % 3, 4) for number in range(6)]
+
+    def call(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return compiled(x)
+
+    with ThreadPoolExecutor(len(given)) as threads:
+        for x, y in zip(given, threads.map(call, given), strict=True):
+            torch.testing.assert_close(y, model(x).detach())
+
+
 def test_numbers_that_a_call_asks_for_are_a_part_of_its_program():
     """With dynamic=True dynamo gives floats as tensors; batch norm asks whether eps is below 0."""
     torch._dynamo.reset()
