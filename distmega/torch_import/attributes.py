@@ -2,14 +2,15 @@
 
 In: a module. While `kept_attributes` lasts its forward may replace parameters, buffers and other
 attributes, by tensors without values for example; behind it they are those of before. Used by
-exported.py, repeats.py and huggingface/decoders.py.
+exported.py, repeats.py and huggingface/decoders.py. `replaced_tensors` says which of them a call
+replaced.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -25,6 +26,34 @@ def kept_attributes(module: nn.Module) -> Iterator[None]:
     finally:
         for container, before in held.values():
             _restore(container, before)
+
+
+@contextmanager
+def replaced_tensors(module: nn.Module) -> Iterator[Mapping[str, Tensor]]:
+    """Tensors that are neither parameters nor buffers, by name, in whose place a call of the module
+    puts others of their shapes and types; filled by calls while this lasts.
+    """
+    held = {
+        (path, name): x
+        for path, part in module.named_modules()
+        for name, x in part.__dict__.items()
+        if isinstance(x, Tensor)
+    }
+    found: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, *given: object) -> None:
+        for (path, name), x in held.items():
+            now = module.get_submodule(path).__dict__.get(name)
+            is_other = isinstance(now, Tensor) and now is not x
+            if is_other and (now.shape, now.dtype) == (x.shape, x.dtype):
+                found[f"{path}.{name}".lstrip(".")] = x
+
+    hook = module.register_forward_hook(look) if held else None
+    try:
+        yield found
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 def _hold(container: Any, held: dict[int, tuple[Any, Any]]) -> None:

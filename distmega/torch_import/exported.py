@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch._export.utils as export_utils
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from distmega.errors import CaptureError
-from distmega.torch_import.attributes import kept_attributes
+from distmega.torch_import.attributes import kept_attributes, replaced_tensors
 from distmega.torch_import.repeats import Layer, find_kinds, folded, unfold
 from distmega.torch_import.source_lines import line_of_error
 
@@ -89,12 +89,30 @@ def export_module(
         with EXPORTING, kept_attributes(module), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             kinds = find_kinds(module, args, kwargs, layers) if layers else []
-            with folded(module, kinds):
+            with folded(module, kinds), replaced_tensors(module) as replaced:
                 functional = _exported(module, args, kwargs)
+            _require_read_once(module, functional, replaced)
             unfold(functional, kinds)
             return functional
+    except CaptureError:
+        raise
     except Exception as error:  # torch.export raises errors of many kinds, the module any other
         raise _refused(module, error) from error
+
+
+def _require_read_once(
+    module: nn.Module, exported: ExportedProgram, replaced: Mapping[str, Tensor]
+) -> None:
+    """CaptureError for a tensor that is no buffer, which forward reads and then puts another one
+    in the place of: the program would have the first one in each call.
+    """
+    read = {id(constant) for constant in exported.constants.values()}
+    if name := next((name for name, x in replaced.items() if id(x) in read), ""):
+        raise CaptureError(
+            f"{type(module).__name__}: a tensor {name!r} that its forward reads and replaces",
+            expected="a buffer in place of what changes from call to call",
+            remedy=f"write register_buffer({name.rpartition('.')[2]!r}, ...)",
+        )
 
 
 def _exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExportedProgram:

@@ -71,6 +71,33 @@ def test_attributes_are_those_of_before(look: str, fails: bool):
     assert list(module.state_dict()) == ["table", "inner.weight", "inner.bias"]
 
 
+class Doubling(nn.Module):
+    """Puts another tensor in the place of an attribute at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.written, self.converted = torch.ones(4), torch.ones(4), torch.ones(4)
+        self.doubles = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.written = x[0] * 3
+        self.converted = self.converted.to(torch.float64)
+        if self.doubles:
+            self.read = self.read * 2
+        return x + self.read + self.converted.float()
+
+
+def test_a_tensor_that_changes_from_call_to_call_is_a_buffer_or_refused():
+    """A program would have the first value in each call."""
+    outer = nn.Sequential(Doubling())
+    message = "a tensor '0.read' that its forward reads and replaces; expected a buffer"
+    with pytest.raises(CaptureError, match=message):
+        export_module(outer, (torch.ones(2, 4),), {})
+    outer[0].doubles = False
+    export_module(outer, (torch.ones(2, 4),), {})
+    assert not outer._forward_hooks
+
+
 def test_a_decoder_that_replaces_a_buffer_is_built_in_any_type():
     """Its table of positions takes the type of its weights at each call."""
     decoder = open_decoder(MORE_FAMILIES["ctrl"](random.Random(0)))
