@@ -550,6 +550,7 @@ def capture(
     require_switch("dynamic", dynamic, error=CaptureError)
     require_real_tensors()
     args, kwargs = bind_arguments(forward_signature(module), args, kwargs or {})
+    args, kwargs = _told_apart(module, args, kwargs)
     try:
         exported = export_module(module, args, kwargs)
     except CaptureError:
@@ -577,6 +578,26 @@ def capture(
         modes=_modes_of(module.modules()),
         dynamic=dynamic,
     )
+
+
+def _told_apart(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Example inputs, each a tensor of its own: torch.export takes one that is there twice for one
+    input, and a parameter for no input, whatever calls give in its place.
+    """
+    seen = {id(x) for _, x in _all_tensors(module)} if isinstance(module, nn.Module) else set()
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) in seen:
+            x = x.detach().requires_grad_(x.requires_grad)
+        seen.add(id(x))
+        return x
+
+    found: tuple[Sequence[Any], Mapping[str, Any]] = pytree.tree_map(own, (args, kwargs))
+    return found
 
 
 def _modes_of(parts: Iterable[nn.Module]) -> Modes:

@@ -60,6 +60,26 @@ class Counting(nn.Module):
         return seen, x, self.total
 
 
+def test_a_tensor_that_is_an_example_twice_stands_for_two_inputs():
+    class Sum(nn.Module):
+        def forward(self, x: Tensor, y: Tensor, *, z: Tensor) -> tuple[Tensor, ...]:
+            return x - 2 * y + 3 * z, y, z
+
+    x, y, z = torch.randn(3, 4).unbind()
+    compiled = distmega.capture(Sum(), (x, x), {"z": x}).compile()
+    for given in ((x, x, x), (x, y, z), (y, z, y)):
+        found, second, third = compiled(given[0], given[1], z=given[2])
+        torch.testing.assert_close(found, given[0] - 2 * given[1] + 3 * given[2])
+        assert torch.equal(second, given[1])
+        assert torch.equal(third, given[2])
+    model = nn.Linear(4, 4).eval()
+    model.register_buffer("shift", torch.randn(4, 4))
+    x = torch.randn(4, 4)
+    for example in (model.weight, model.shift):
+        compiled = distmega.capture(model, (example,)).compile()
+        torch.testing.assert_close(compiled(x), model(x).detach())
+
+
 def test_autocast_around_a_call_changes_nothing():
     """Around a capture its casts are part of the program."""
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).eval()
