@@ -44,8 +44,9 @@ def replaced_tensors(module: nn.Module) -> Iterator[Mapping[str, Tensor]]:
     def look(module: nn.Module, *given: object) -> None:
         for (path, name), x in held.items():
             now = module.get_submodule(path).__dict__.get(name)
-            is_other = isinstance(now, Tensor) and now is not x
-            if is_other and (now.shape, now.dtype) == (x.shape, x.dtype):
+            if not isinstance(now, Tensor) or now is x:
+                continue
+            if (now.shape, now.dtype) == (x.shape, x.dtype):
                 found[f"{path}.{name}".lstrip(".")] = x
 
     hook = module.register_forward_hook(look) if held else None

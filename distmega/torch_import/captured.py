@@ -550,7 +550,7 @@ def capture(
     require_switch("dynamic", dynamic, error=CaptureError)
     require_real_tensors()
     args, kwargs = bind_arguments(forward_signature(module), args, kwargs or {})
-    args, kwargs = _told_apart(module, args, kwargs)
+    args, kwargs = _set_apart(module, args, kwargs)
     try:
         exported = export_module(module, args, kwargs)
     except CaptureError:
@@ -580,7 +580,7 @@ def capture(
     )
 
 
-def _told_apart(
+def _set_apart(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Example inputs, each a tensor of its own: torch.export takes one that is there twice for one
