@@ -152,21 +152,21 @@ class CompiledProgram(OwnProcess):
         void; RequestError for ids on a CPU that a table has no row for, and in a fork; RankFailure
         if a peer fails.
         """
-        if torch.is_inference_mode_enabled():
-            with ordinary_tensors():
-                return self(tensors, inplace=inplace)
         check_mapping(tensors)
         with self._guard:
             if self._kernel:
                 self._kernel.raise_hang()
             inputs, others = self._bindings.sort(tensors)
-            if others:
-                self._bind_anew(others)
-            if not self._replay.is_decided:
-                self._decide(inputs)
+            if others or not self._replay.is_decided:
+                with ordinary_tensors():
+                    if others:
+                        self._bind_anew(others)
+                    if not self._replay.is_decided:
+                        self._decide(inputs)
             captured = self._replay.captured
             if captured is None:
-                outputs = self._run(inputs)
+                with ordinary_tensors():
+                    outputs = self._run(inputs)
             else:
                 self._guard.began = True
                 outputs = captured.run(inputs, copy=not inplace)

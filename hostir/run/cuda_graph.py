@@ -190,8 +190,11 @@ class CapturedHost:
         self._matmuls.settle()
         self._graph.replay()
         outputs = self._outputs.copy()
-        if copy:
+        if copy and not torch.is_inference_mode_enabled():
             outputs |= _copies(self._made)
+        elif copy:
+            with torch.inference_mode(False):  # takes a third of the time of `ordinary_tensors`
+                outputs |= _copies(self._made)
         self._memory.end()
         return outputs
 
