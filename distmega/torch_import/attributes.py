@@ -68,18 +68,24 @@ def _hold(container: Any, held: dict[int, tuple[Any, Any]]) -> None:
 
 def _restore(container: Any, before: Any) -> None:
     """Puts back what a container held, where it holds anything else."""
+    if _same(container, before):
+        return
     if isinstance(container, list):
         container[:] = before
-    elif not _same(container, before):
+    else:
         container.clear()
         container.update(before)
 
 
 def _same(container: Any, before: Any) -> bool:
-    """Whether a dict or set holds the same objects in the same order; no object is compared."""
+    """Whether a container holds the same objects, but for sets in the same order; no object is
+    compared.
+    """
     if isinstance(container, dict):
         one, other = list(container.items()), list(before.items())
         return len(one) == len(other) and all(
             a[0] is b[0] and a[1] is b[1] for a, b in zip(one, other, strict=True)
         )
+    if isinstance(container, list):
+        return [*map(id, container)] == [*map(id, before)]
     return {id(each) for each in container} == {id(each) for each in before}

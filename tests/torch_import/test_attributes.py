@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from distmega.errors import CaptureError
 from distmega.torch_import.attributes import kept_attributes
@@ -69,6 +70,15 @@ def test_attributes_are_those_of_before(look: str, fails: bool):
     assert (module.calls, module.seen, module.nested) == (0, set(), {"rows": [1]})
     assert not hasattr(module, "late")
     assert list(module.state_dict()) == ["table", "inner.weight", "inner.bias"]
+
+
+def test_lists_that_refuse_changes_stay_as_they_are():
+    """As those of torch.fx do."""
+    module = nn.Linear(4, 4)
+    module.sizes, module.names = immutable_list([1, 2]), immutable_dict({"a": 1})
+    with kept_attributes(module):
+        module(torch.ones(2, 4))
+    assert (module.sizes, module.names) == ([1, 2], {"a": 1})
 
 
 class Doubling(nn.Module):
