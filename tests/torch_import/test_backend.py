@@ -318,10 +318,8 @@ def test_numbers_and_inputs_without_elements():
         assert_close(compiled(x, n, s), scaled(x, n, s))
 
 
-@torch.no_grad()
 def test_threads_that_call_at_once():
     """One captures inputs of a shape while dynamo traces the model for another."""
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).eval()
     compiled = torch.compile(model, backend="distmega")
     given = [torch.randn(1 + number % 3, 4) for number in range(6)]
@@ -337,7 +335,6 @@ def test_threads_that_call_at_once():
 
 def test_numbers_that_a_call_asks_for_are_a_part_of_its_program():
     """With dynamic=True dynamo gives floats as tensors; batch norm asks whether eps is below 0."""
-    torch._dynamo.reset()
 
     class Norm(nn.Module):
         def __init__(self) -> None:
@@ -357,6 +354,7 @@ def test_numbers_that_a_call_asks_for_are_a_part_of_its_program():
             torch.testing.assert_close(compiled(x, scale), model(x, scale))
 
 
+@torch.no_grad()
 def test_a_number_taken_from_a_tensor():
     def counted(x: Tensor) -> Tensor:
         return x * int(x.sum().item())
