@@ -265,8 +265,12 @@ class CapturedModule(OwnProcess):
         graph = step.captured.graph
         given = {name: x for name, x in zip(graph.inputs, flat, strict=True) if name is not None}
         _require_apart(given, graph.updated.values())
-        held = {name: hold(x) for name, x in given.items()}
-        parts = step.parts(held)
+        try:
+            held = {name: hold(x) for name, x in given.items()}
+            parts = step.parts(held)
+        except Exception:
+            require_real_tensors()  # tells more than what torch says of fake ones
+            raise
         try:
             out = step.compiled(parts)
         except RequestError:

@@ -118,8 +118,14 @@ def test_captured_modules_refuse_tensors_without_values() -> None:
     for make in nested, torch.nn.UninitializedParameter:
         with pytest.raises(CaptureError, match="without a shape"):
             step(make())
+    small = X.to(torch.uint8)
+    for num in range(2):  # the second call is bound as the first was
+        with FakeTensorMode(), pytest.raises(ProgramError, match="FakeTensor of each tensor"):
+            step(X)
+        assert torch.equal(step(X), module(X).detach()), num
+    held = capture(torch.nn.Flatten(), (small,)).compile()  # takes it in another type
     with FakeTensorMode(), pytest.raises(ProgramError, match="FakeTensor of each tensor"):
-        step(X)
+        held(small)
     with FakeTensorMode(), pytest.raises(ProgramError, match="FakeTensor of each tensor"):
         capture(module, (X,))
     with pytest.raises(CaptureError, match=r"torch\.export refused it"):
