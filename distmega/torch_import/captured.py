@@ -22,6 +22,7 @@ from distmega.errors import CaptureError, ProgramError, RankFailure, RequestErro
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator, require_mesh
 from distmega.hostir.library.opaque_graph import open_graph
 from distmega.hostir.library.torch_types import (
+    as_stated,
     fits,
     hold,
     is_dense,
@@ -483,7 +484,7 @@ class _CapturedStep:
         if end is None or self.ending is None:
             return []
         try:
-            with torch.no_grad():
+            with as_stated():
                 return self.ending([tensors[name] for name in end.operands])
         except Exception as error:  # of torch, as it likes
             raise RankFailure(

@@ -96,6 +96,22 @@ def test_autocast_around_a_call_changes_nothing():
     assert torch.equal(within[1], cast(x))
 
 
+def test_autocast_changes_nothing_of_results_of_open_shapes():
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x[x[:, 0] > 0])
+
+    model, x = Chosen(), torch.randn(6, 8)
+    compiled = distmega.capture(model, (x,)).compile()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = compiled(x)
+    torch.testing.assert_close(found, model(x).detach())
+
+
 def test_a_call_brings_inputs_alone(monkeypatch: pytest.MonkeyPatch):
     """Weights, states and constants are bound once, however many there are."""
     brought: list[set[str]] = []
