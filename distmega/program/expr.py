@@ -62,11 +62,23 @@ class Arg:
         return f"a{self.index}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Const:
-    """A finite scalar constant; an int only where no float equals it."""
+    """A finite scalar constant; an int only where no float equals it. -0.0 is not equal to 0.0."""
 
     value: float | int
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Const):
+            return NotImplemented
+        return self.value == other.value and self._sign == other._sign
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    @property
+    def _sign(self) -> float:
+        return math.copysign(1.0, self.value)
 
     def __str__(self) -> str:
         text = repr(self.value)

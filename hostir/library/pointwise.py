@@ -4,6 +4,7 @@ Comes in: an op of kind pointwise, or fused_pointwise as fuse.py makes it. Goes 
 its operands, by torch here or by a kernel that takes the same arguments. Used by ops.py.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -85,9 +86,14 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 """expr.FUNCTIONS on tensors."""
 
 
-@cache
 def _lift(value: float | int) -> Tensor:
     """A constant as a scalar tensor; it takes the type of the float tensor it meets."""
+    return _scalar(value, math.copysign(1.0, value))
+
+
+@cache
+def _scalar(value: float | int, sign: float) -> Tensor:
+    """sign: tells -0.0 from 0.0, which are equal."""
     return torch.tensor(float(value), dtype=torch.float64, device="cpu")
 
 

@@ -159,6 +159,13 @@ def test_a_whole_constant_stays_exact(number: int):
     assert tree.args[1] == Const(number)
 
 
+def test_zeros_of_both_signs_are_told_apart():
+    """What is kept for one expression would otherwise be taken for the other."""
+    assert parse("a0 / 0.0") != parse("a0 / -0.0")
+    assert len({parse("a0 / 0.0"), parse("a0 / -0.0"), parse("a0 / 0.0")}) == 2
+    assert Const(2**53) == Const(2.0**53)
+
+
 def test_counts():
     expr = parse("silu(a0) * a2 + 1")
     assert num_args(expr) == 3

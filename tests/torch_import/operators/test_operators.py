@@ -56,6 +56,15 @@ def test_expressions():
     assert not opaque_of(*functions, args=(X,))
 
 
+def test_constants_of_both_signs():
+    """The second program with an equal constant, of which torch has another one."""
+    x = torch.tensor([1.0, -2.0])
+    for zero in (0.0, -0.0, 0.0):
+        module = Calls(lambda x, zero=zero: x / zero)
+        (found,) = distmega.capture(module, (x,)).compile()(x)
+        assert torch.equal(found, x / zero)
+
+
 def test_functions_keep_the_digits_of_small_and_large_arguments():
     """As many as torch keeps, in each type."""
     sizes = torch.tensor([1e-30, 1e-10, 1e-7, 1e-4, 0.1, 1.0, 10.0, 80.0, 1e5], dtype=torch.float64)
