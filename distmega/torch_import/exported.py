@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._export.utils as export_utils
@@ -132,7 +133,9 @@ def _exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
         if not asks_for_values(error):
             raise
         try:
-            return export(strict=True)
+            with patch.object(torch._dynamo, "reset", lambda: None):
+                # or it forgets what torch.compile has made, which asks for this export in each call
+                return export(strict=True)
         except Exception:  # as refused before
             raise error from None
 
