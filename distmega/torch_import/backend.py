@@ -123,7 +123,7 @@ class _Compiled:
             self._parameters = [at for at in positions if isinstance(args[at], nn.Parameter)]
             self._others = [at for at in positions if not isinstance(args[at], nn.Parameter)]
         others = [args[at] for at in self._others]
-        key = tuple([(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in others])
+        key = tuple([(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in others])
         addresses = tuple(map(Tensor.data_ptr, [args[at] for at in self._parameters]))
         entry = self._entries.get(key)
         if entry is None or entry.addresses != addresses:

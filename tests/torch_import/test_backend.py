@@ -355,6 +355,33 @@ def test_numbers_that_a_call_asks_for_are_a_part_of_its_program():
 
 
 @torch.no_grad()
+def test_numbers_in_a_program_are_told_apart_by_sign_and_found_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """-0.0 is equal to 0.0, nan not to itself."""
+
+    class Divided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor, by: float) -> Tensor:
+            return self.norm(x) / by
+
+    model, x = Divided().eval(), torch.randn(3, 4)
+    compiled = torch.compile(model, backend="distmega", dynamic=True)
+    captures: list[object] = []
+    capture = captured.capture
+    monkeypatch.setattr(backend, "capture", lambda *given: captures.append(0) or capture(*given))
+    counts = []
+    for _ in range(2):
+        for by in (0.5, 0.0, -0.0, float("nan")):
+            torch.testing.assert_close(compiled(x, by), model(x, by), equal_nan=True)
+        counts.append(len(captures))
+    assert counts[0] == counts[1], "each number has its program by then"
+
+
+@torch.no_grad()
 def test_a_number_taken_from_a_tensor():
     def counted(x: Tensor) -> Tensor:
         return x * int(x.sum().item())
