@@ -25,6 +25,7 @@ from distmega.hostir.comm.communicator import require_mesh
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.torch_import.captured import CapturedModule, capture
 from distmega.torch_import.conversion import numbered, overlap
+from distmega.torch_import.exported import EXPORTING
 
 OPTIONS = ("mesh", "annotations")
 """What torch.compile's options may hold."""
@@ -116,7 +117,8 @@ class _Compiled:
                 expected="inference",
                 remedy="call the compiled model under torch.no_grad()",
             )
-        if self._binds_numbers:
+        binds_numbers = self._binds_numbers  # another thread may set it meanwhile
+        if binds_numbers:
             args = self._with_numbers(args)
         if not self._entries:
             positions = range(len(args))
@@ -130,7 +132,7 @@ class _Compiled:
             try:
                 entry = self._open(args, addresses)
             except CaptureError:  # maybe since it asks for a number
-                if self._binds_numbers or not self._numbers:
+                if binds_numbers or not self._numbers:
                     raise
                 self._bind_numbers()
                 return self(*args)
@@ -156,16 +158,10 @@ class _Compiled:
         """From now on floats that come as tensors, as dynamo gives them, are a part of programs, as
         are those that come as they are.
         """
-        graph = fx.Graph()
-        last = graph.graph_copy(self._graph.graph, {})
-        graph.output(last)
-        given = [node for node in graph.nodes if node.op == "placeholder"]
-        for at in self._numbers:
-            for taken in [*given[at].users]:
-                taken.replace_all_uses_with(given[at])
-                graph.erase_node(taken)
-        self._graph = fx.GraphModule(self._graph, graph)
-        self._binds_numbers = True
+        with EXPORTING:
+            if not self._binds_numbers:
+                self._graph = _without_items(self._graph, self._numbers)
+                self._binds_numbers = True
 
     def _with_numbers(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The inputs, floats as they are."""
@@ -282,6 +278,18 @@ def _is_number(given: fx.Node) -> bool:
         and bool(given.users)
         and all((user.op, user.target) == ("call_method", "item") for user in given.users)
     )
+
+
+def _without_items(module: fx.GraphModule, numbers: Sequence[int]) -> fx.GraphModule:
+    """The module, which takes inputs at these positions as numbers, not as tensors of these."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    for at in numbers:
+        for taken in [*given[at].users]:
+            taken.replace_all_uses_with(given[at])
+            graph.erase_node(taken)
+    return fx.GraphModule(module, graph)
 
 
 def _comes_with_a_call(value: object) -> bool:

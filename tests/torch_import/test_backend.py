@@ -3,14 +3,15 @@
 import importlib
 import tomllib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import distmega
 from distmega.errors import CaptureError
@@ -352,6 +353,40 @@ def test_numbers_that_a_call_asks_for_are_a_part_of_its_program():
             model.norm.eps = eps
             x = torch.randn(num, 4)
             torch.testing.assert_close(compiled(x, scale), model(x, scale))
+
+
+@torch.no_grad()
+def test_threads_that_find_at_once_that_a_program_asks_for_a_number(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Both have failed to capture the graph before either takes the number as a part of it."""
+    calls: list[tuple[Any, ...]] = []
+
+    def keep(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        made = backend.compile_graph(graph, inputs)
+        return lambda *given: calls.append((made, given)) or graph(*given)
+
+    model, x = nn.BatchNorm1d(4).eval(), torch.randn(3, 4)
+    expected = torch.compile(model, backend=keep, dynamic=True)(x)
+    ((made, given),) = calls
+    opened, both = type(made)._open, Barrier(2)
+
+    def fail_together(self: object, args: Sequence[Any], *others: Any) -> object:
+        try:
+            return opened(self, args, *others)
+        except CaptureError:
+            both.wait(60)
+            raise
+
+    monkeypatch.setattr(type(made), "_open", fail_together)
+
+    def call(number: int) -> Tensor:
+        with torch.no_grad():
+            return made(*given)[0]
+
+    with ThreadPoolExecutor(2) as threads:
+        for found in threads.map(call, range(2)):
+            assert_close(found, expected)
 
 
 @torch.no_grad()
