@@ -26,6 +26,9 @@ class StatedOp(Protocol):
     @property
     def reads(self) -> Sequence[object]: ...
 
+    @property
+    def attrs(self) -> Sequence[tuple[str, object]]: ...
+
     def attr(self, name: str) -> object: ...
 
     def get(self, name: str, default: Any) -> Any: ...
@@ -253,11 +256,12 @@ def define(kind: OpKind) -> OpKind:
     return kind
 
 
-def wrong_attr(op: StatedOp) -> tuple[str, str] | None:
+def wrong_attr(op: StatedOp, *, is_restated: bool = False) -> tuple[str, str] | None:
     """What of an op's attributes breaks the rules of its kind, and what was expected; None for an
-    op that keeps them.
+    op that keeps them. is_restated: by a pass of kernels, which may give it others too.
     """
-    for name, rule in (*kind_of(op).attrs.items(), *RANK_PARTS.items()):
+    kind = kind_of(op)
+    for name, rule in (*kind.attrs.items(), *RANK_PARTS.items()):
         value = op.get(name, None)
         if not (rule.is_optional if value is None else rule.fits(value)):
             found = f"no {name}" if value is None else f"{name}={value!r}"[:200]
@@ -265,6 +269,10 @@ def wrong_attr(op: StatedOp) -> tuple[str, str] | None:
     for axis, others in (("base_axis", ("base_stride", "extent")), ("group_axis", ("num_groups",))):
         if op.get(axis, "") and (lost := [name for name in others if op.get(name, None) is None]):
             return f"{axis}={op.get(axis, '')!r} and no {lost[0]}", f"{', '.join(others)} with it"
+    if kind.origin != "internal" and not is_restated:
+        for name, value in op.attrs:
+            if name not in kind.attrs and name not in RANK_PARTS:
+                return f"{name}={value!r}"[:200], ", ".join(kind.attrs) or "no attributes"
     return None
 
 

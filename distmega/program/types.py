@@ -258,7 +258,7 @@ def verify_program(program: Program, *, is_restated: bool = False) -> Program:
         if wrong := wrong_axes(op):
             raise _broken(program, f"op {op.name!r} {wrong[0]}", wrong[1])
         _verify_accesses(program, op, tensors)
-        if wrong := wrong_attr(op):
+        if wrong := wrong_attr(op, is_restated=is_restated):
             raise _broken(program, f"op {op.name!r} has {wrong[0]}", wrong[1])
         for access in (*op.reads, *updates(op)):
             if access.tensor not in defined:

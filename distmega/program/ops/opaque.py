@@ -86,7 +86,7 @@ define(
         name="opaque",
         calls_torch=True,
         reads_whole=True,
-        attrs={"target": TEXT, "call": TEXT},
+        attrs={"target": TEXT, "call": TEXT, "host_reads": TEXT.optional()},
         misfit=as_stated(_restated),
     )
 )

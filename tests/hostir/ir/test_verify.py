@@ -82,7 +82,7 @@ MUTATIONS = [
     (STREAMED, "fitting_operands", "= linear[", "= lineal[", "kind 'lineal'"),
     (CHAIN, "fitting_operands", "= pointwise[", "= all_reduce[", "which no library does"),
     (CHAIN, "fitting_operands", "temp a: f64", "temp a: f32", "a result 'a' of f32"),
-    (ATTENTION, "fitting_operands", "= rms_norm[", "= rope[", "is rope of 3 operands"),
+    (ATTENTION, "fitting_operands", "= rms_norm[", "= rope[", "with eps=1e-05"),
     (VIEWED, "fitting_views", "-> flat(i0.i1)", "-> flat(i1.i0)", "dims of 'a' that have gaps"),
     (STREAMED, "fitting_collectives", "'sum'", "'mean'", "combine='mean'"),
     (STREAMED, "fitting_collectives", "combine='sum'", "combine='argmax'", "1 ins, 1 outs"),
