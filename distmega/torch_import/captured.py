@@ -22,9 +22,9 @@ from distmega.errors import CaptureError, ProgramError, RankFailure, RequestErro
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator, require_mesh
 from distmega.hostir.library.opaque_graph import open_graph
 from distmega.hostir.library.torch_types import (
-    as_stated,
     fits,
     hold,
+    in_stated_types,
     is_dense,
     require_real_tensors,
     unhold,
@@ -484,7 +484,7 @@ class _CapturedStep:
         if end is None or self.ending is None:
             return []
         try:
-            with as_stated():
+            with in_stated_types():
                 return self.ending([tensors[name] for name in end.operands])
         except Exception as error:  # of torch, as it likes
             raise RankFailure(

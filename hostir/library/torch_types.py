@@ -111,7 +111,7 @@ def ordinary_tensors() -> Iterator[None]:
         yield
 
 
-def as_stated() -> AbstractContextManager[object]:
+def in_stated_types() -> AbstractContextManager[object]:
     """Around what runs a program: in the types that it states, whatever torch.autocast says where
     it is called, and without gradients.
     """

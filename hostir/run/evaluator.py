@@ -59,7 +59,13 @@ from distmega.hostir.library.matmuls import (
     compile_matmul,
 )
 from distmega.hostir.library.ops import DeviceOps, TorchOps, op_operands
-from distmega.hostir.library.torch_types import as_stated, check_mapping, empty_tensor, fits, misfit
+from distmega.hostir.library.torch_types import (
+    check_mapping,
+    empty_tensor,
+    fits,
+    in_stated_types,
+    misfit,
+)
 from distmega.hostir.run.graph_breaks import graph_breaks
 from distmega.hostir.run.streams import CudaStreams
 from distmega.program import types as program
@@ -162,7 +168,7 @@ class Evaluator:
         """
         check_mapping(tensors)
         frame = Frame({buffer.name: _fitting(buffer, tensors) for buffer in self._given})
-        with as_stated():
+        with in_stated_types():
             if self._streams is None:
                 self._run(frame)
             else:
@@ -184,7 +190,7 @@ class Evaluator:
         rehearsal = _Rehearsal(
             self.host, self.comm, self.kernels, self.device, None, self.ops, self.matmuls
         )
-        with as_stated():
+        with in_stated_types():
             rehearsal.block(self.host.body, 0)(frame)
 
     @property
