@@ -201,11 +201,7 @@ def plan_whole(
     if device.type != "cuda":
         return _plan_records(local, comm, CPU_SMS, rules)
     try:
-        plan = _plan_rows(local, comm, device, rules, most_rows)
-        if not forced:
-            _require_several(sum(not op.is_view for op in local.program.ops))
-            _require_sooner(plan, local)
-        return plan
+        return _plan_rows(local, comm, device, rules, most_rows, forced=forced)
     except UnsupportedError as refused:
         if not forced:
             raise
@@ -227,6 +223,8 @@ def _plan_rows(
     device: torch.device,
     rules: Sequence[RewriteRule],
     most_rows: int,
+    *,
+    forced: bool,
 ) -> WholePlan:
     """By the kernels of rows of a Hopper GPU."""
     if (rows := count_rows(local.program)) > most_rows:  # before all else: fusing many takes long
@@ -243,6 +241,9 @@ def _plan_rows(
     )
     _require_one_launch(host)
     segment = host.segments[0]
+    if not forced:
+        _require_several(sum(not op.is_view for op in local.program.ops))
+        _require_sooner(segment, local)
     weights, states = _layouts(segment)
     queues = plan_hopper(
         segment,
@@ -408,15 +409,18 @@ def _require_several(num_ops: int) -> None:
         )
 
 
-def _require_sooner(plan: WholePlan, local: Localized) -> None:
+def _require_sooner(segment: Program, local: Localized) -> None:
     """Refuses what library ops do in clearly less time: short programs, or rows of small weights,
     where SMs wait for each other longer than a kernel takes to start. Two products of 128 columns
     take 7 us by library ops and 12 by the kernel of several rows on an H200.
     """
-    fused = fuse_segment(plan.segment)
+    try:
+        fused = fuse_segment(segment)
+    except UnsupportedError:
+        return  # whoever plans the kernel fuses less, or names the op
     if not all(isinstance(op, FusedContraction | FusedPointwise) for op in fused):
         return  # nothing is known of what library ops take
-    kernel_us = fused_us(fused, plan.segment.tensor_map(), H200_DEVICE)
+    kernel_us = fused_us(fused, segment.tensor_map(), H200_DEVICE)
     host = lower_program(local, megakernel=False, peer_memory=False, fuse=True)
     library_us = graph_us(host, H200_DEVICE)
     if library_us * LEAST_GAIN < kernel_us:

@@ -202,7 +202,7 @@ def test_the_kernel_of_a_program_is_planned_by_the_first_process(
         program = p.build(p.linear(h, p.weight("down", (64, 128), "bf16")))
         local = localize(plan_program(program, ALONE, H200))
         comm, device = SingleCommunicator(ALONE), torch.device("cuda", 0)
-        return lowering.plan_kept_kernel(local, comm, device, rules, forced=False)
+        return lowering.plan_kept_kernel(local, comm, device, rules, forced=True)
 
     first, again = (kernel_of("tanh(a0)") for _ in range(2))
     assert planned.num == 1
