@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from distmega.compiled.choices import Megakernels, require_choices, require_plan
 from distmega.compiled.program import CompiledProgram
-from distmega.engine.ranks.communicators import open_communicator
+from distmega.engine.ranks.communicators import left_on_failure, open_communicator
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import UnsupportedError
 from distmega.sharding.planner import Plan
@@ -33,21 +33,18 @@ def compile_plan(
     """
     require_plan(plan)
     require_choices(megakernel, rules, replay=replay, warm=warm)
-    comm = open_communicator(context, plan.mesh, native=True)
-    try:
-        return CompiledProgram(
-            plan,
-            comm,
-            context.device,
-            replay=replay,
-            warm=warm,
-            megakernel=megakernel,
-            rules=rules,
-            closes_comm=True,
-        )
-    except UnsupportedError:  # which all ranks raise; peers may not come to close after others
-        comm.close()
-        raise
-    except BaseException:  # which whoever keeps it keeps the communicator by
-        comm.leave()
-        raise
+    with left_on_failure(open_communicator(context, plan.mesh, native=True)) as comm:
+        try:
+            return CompiledProgram(
+                plan,
+                comm,
+                context.device,
+                replay=replay,
+                warm=warm,
+                megakernel=megakernel,
+                rules=rules,
+                closes_comm=True,
+            )
+        except UnsupportedError:  # which all ranks raise; peers may not come to close after others
+            comm.close()
+            raise

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from distmega.arguments import require_switch, require_type
 from distmega.compiled import CompiledProgram
-from distmega.engine.ranks.communicators import open_communicator
+from distmega.engine.ranks.communicators import left_on_failure, open_communicator
 from distmega.engine.ranks.context import RankContext
 from distmega.engine.ranks.own_process import OwnProcess
 from distmega.errors import CaptureError, ProgramError, RankFailure, RequestError, counted
@@ -198,12 +198,8 @@ class Captured:
         layouts = {} if annotations is None else annotations
         if context is None:
             return CapturedModule(self, SingleCommunicator(mesh), mesh, "cpu", layouts)
-        comm = open_communicator(context, mesh)
-        try:
+        with left_on_failure(open_communicator(context, mesh)) as comm:
             return CapturedModule(self, comm, mesh, context.device, layouts)
-        except BaseException:  # which whoever keeps it keeps the communicator by
-            comm.leave()
-            raise
 
 
 class CapturedModule(OwnProcess):

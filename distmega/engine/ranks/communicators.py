@@ -1,5 +1,8 @@
 """How the ranks of a job reach each other: a RankContext and a mesh in, a Communicator out."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from distmega.engine.ranks.context import RankContext, require_context
 from distmega.engine.ranks.devices import find_device
 from distmega.errors import MeshError, counted
@@ -44,3 +47,15 @@ def open_communicator(
     if context.backend == "nccl":
         return (NativeNccl if native else NcclCommunicator)(mesh, context.rank, context.timeout_s)
     return GlooCommunicator(mesh, context.rank, context.timeout_s, wait_s)
+
+
+@contextmanager
+def left_on_failure(comm: Communicator) -> Iterator[Communicator]:
+    """Around what makes something that keeps a communicator: an error leaves it, or whoever keeps
+    the error would keep it too.
+    """
+    try:
+        yield comm
+    except BaseException:
+        comm.leave()
+        raise

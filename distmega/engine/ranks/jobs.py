@@ -19,7 +19,7 @@ from distmega.arguments import require_whole
 from distmega.engine.decode_plan import model_mesh, require_positions
 from distmega.engine.engine import Engine, require_choices, require_opened
 from distmega.engine.ranks.answers import GrowingAnswer
-from distmega.engine.ranks.communicators import open_communicator
+from distmega.engine.ranks.communicators import left_on_failure, open_communicator
 from distmega.engine.ranks.context import Emit, RankContext, require_context
 from distmega.engine.ranks.trace_summary import summarise
 from distmega.engine.requests import (
@@ -232,8 +232,7 @@ def open_engine(
         )
     mesh = model_mesh(tp, pp)
     require_choices(logits, sampling)
-    comm = open_communicator(context, mesh, options.timeout_s)
-    try:
+    with left_on_failure(open_communicator(context, mesh, options.timeout_s)) as comm:
         return Engine(
             source,
             mesh,
@@ -247,9 +246,6 @@ def open_engine(
             tell=tell,
             closes_comm=True,
         )
-    except BaseException:  # which whoever keeps it keeps the engine by
-        comm.leave()
-        raise
 
 
 def report_doing(emit: Emit) -> Tell:
