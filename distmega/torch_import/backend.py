@@ -125,12 +125,13 @@ class _Compiled:
             self._parameters = [at for at in positions if isinstance(args[at], nn.Parameter)]
             self._others = [at for at in positions if not isinstance(args[at], nn.Parameter)]
         others = [args[at] for at in self._others]
+        given = _tensors(others)
         key = tuple([(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in others])
         addresses = tuple(map(Tensor.data_ptr, [args[at] for at in self._parameters]))
         entry = self._entries.get(key)
         if entry is None or entry.addresses != addresses:
             try:
-                entry = self._open(args, addresses)
+                entry = self._open(args, given, addresses)
             except CaptureError:  # maybe since it asks for a number
                 if binds_numbers or not self._numbers:
                     raise
@@ -140,11 +141,13 @@ class _Compiled:
         if entry.has_states or (entry.updates and overlap(_tensors(args))):
             found: tuple[Any, ...] = self._graph(*args)
             return found
-        results: tuple[Any, ...] = entry.module(*[x for x in others if isinstance(x, Tensor)])
+        results: tuple[Any, ...] = entry.module(*given)
         return results
 
-    def _open(self, args: Sequence[Any], addresses: tuple[int, ...]) -> _Entry:
-        module = self._compile(args)
+    def _open(
+        self, args: Sequence[Any], given: Sequence[Tensor], addresses: tuple[int, ...]
+    ) -> _Entry:
+        module = self._compile(args, given)
         graph = module.captured.graph
         has_states = bool(graph.program.with_role("state"))
         return _Entry(
@@ -168,10 +171,12 @@ class _Compiled:
         numbers = {*self._numbers}
         return tuple(x.item() if at in numbers else x for at, x in enumerate(args))
 
-    def _compile(self, args: Sequence[Any]) -> CapturedModule:
-        """The program for inputs of these shapes; parameters and sizes are bound to it."""
+    def _compile(self, args: Sequence[Any], given: Sequence[Tensor]) -> CapturedModule:
+        """The program for inputs of these shapes; parameters and sizes are bound to it. given:
+        tensors that come with each call.
+        """
         bound = _Bound(self._graph, self._names, args, self._aliases)
-        tensors = tuple(x.detach() for x in args if _comes_with_a_call(x))
+        tensors = tuple(x.detach() for x in given)
         if overlap(_tensors(args)):  # torch.export would join what an update reaches
             tensors = tuple(x.clone() for x in tensors)
         captured = capture(bound, tensors)
@@ -292,12 +297,8 @@ def _without_items(module: fx.GraphModule, numbers: Sequence[int]) -> fx.GraphMo
     return fx.GraphModule(module, graph)
 
 
-def _comes_with_a_call(value: object) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-
-
 def _tensors(args: Sequence[Any]) -> list[Tensor]:
-    """Inputs and parameters."""
+    """Those among inputs."""
     return [x for x in args if isinstance(x, Tensor)]
 
 
