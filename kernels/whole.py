@@ -38,7 +38,7 @@ from distmega.kernels.hopper.plan.types import unfit
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.queues import Queues
 from distmega.kernels.isa.lowering import why_not_encodable
-from distmega.kernels.library.graph_times import graph_us
+from distmega.kernels.library.graph_times import library_ops_us
 from distmega.kernels.megakernel import Megakernel, compile_megakernel
 from distmega.kernels.records.specs import find_specs
 from distmega.kernels.runners import (
@@ -422,7 +422,7 @@ def _require_sooner(segment: Program, local: Localized) -> None:
         return  # nothing is known of what library ops take
     kernel_us = fused_us(fused, segment.tensor_map(), H200_DEVICE)
     host = lower_program(local, megakernel=False, peer_memory=False, fuse=True)
-    library_us = graph_us(host, H200_DEVICE)
+    library_us = library_ops_us(host, H200_DEVICE)
     if library_us * LEAST_GAIN < kernel_us:
         raise UnsupportedError(
             f"a program of {kernel_us:.1f} us by one kernel, as predicted, and {library_us:.1f} us"

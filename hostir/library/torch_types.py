@@ -121,8 +121,8 @@ def in_stated_types() -> AbstractContextManager[object]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    kinds = (torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda"))
-    with torch.no_grad(), next(kinds), next(kinds):
+    on_cpu, on_gpu = (torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda"))
+    with torch.no_grad(), on_cpu, on_gpu:
         yield
 
 

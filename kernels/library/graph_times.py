@@ -20,7 +20,7 @@ PRODUCTS = {"linear": 1, "fused_product": 1, "fused_linear": 2}
 """Kinds of ops whose reads are x and weights, and how many of these they name."""
 
 
-def graph_us(host: HostProgram, machine: DeviceRates) -> float:
+def library_ops_us(host: HostProgram, machine: DeviceRates) -> float:
     """Predicted time of a replay; inf where an op is neither a product nor a formula or a norm of
     rows.
     """
