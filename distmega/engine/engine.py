@@ -7,7 +7,6 @@ model (opening.py). Both share one weights arena and one KV cache. Next on the w
 """
 
 import logging
-import math
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -553,7 +552,7 @@ class Engine(OwnProcess):
             if self.decode_plan.staged.stage.num_stages > 1 and self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
                 self.comm.check_signals()
-            peaks_are_sound = all(math.isfinite(peak) for _, peak in found.values())
+            peaks_are_sound = all(is_finite for _, is_finite in found.values())
             if not peaks_are_sound or (logits == "all" and not all(map(is_sound, scores))):
                 raise self._end_unsound()
         for slot, ids in prompts.items():

@@ -2,7 +2,7 @@
 
 In: prompts by slot, a budget of tokens. Out: passes, each a list of PromptParts whose rows lie end
 to end. A prompt that does not fit into what is left of a budget is cut there, and goes on in the
-next pass: what came before is in its cache by then. Used by prefill.py.
+next pass: what came before is in its cache by then. Used by prefill.py and pass_memory.py.
 """
 
 from array import array
@@ -95,28 +95,39 @@ class PassRows:
         self._sequences, self._of_slots = rows[2 * size : 3 * size], rows[3 * size :]
         self._numbers = _numbers((max_context + size).bit_length())
         self._size, self._num_slots = size, num_slots
+        self._spans: list[tuple[int, int, int]] = []
+        """Of the pass that lies there: slot, position and number of tokens of each part."""
 
     def lay(self, parts: Sequence[PromptPart]) -> None:
         """Writes the rows of a pass of ascending slots. Up to `size` the last sequence goes on with
         tokens 0, whose cache rows its next tokens overwrite. A slot without tokens has row 0 for
         its last.
         """
-        counts, last = [0] * self._num_slots, [0] * self._num_slots
-        last_positions = [parts[0].position] * self._num_slots
-        final = parts[-1]
+        spans = [(part.slot, part.position, len(part.ids)) for part in parts]
         row = 0
         for part in parts:
-            slot, position = part.slot, part.position
             stop = row + len(part.ids)
             self._tokens[row:stop] = part.ids
+            row = stop
+        if spans != self._spans:
+            self._lay_spans(spans)
+            self._spans = spans
+
+    def _lay_spans(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """All but the prompts' tokens, of parts each of a slot, a position and so many tokens."""
+        counts, last = [0] * self._num_slots, [0] * self._num_slots
+        last_positions = [spans[0][1]] * self._num_slots
+        row = 0
+        for number, (slot, position, count) in enumerate(spans, 1):
+            stop = row + count
             last[slot] = stop - 1
-            last_positions[slot] = position + stop - row - 1
-            if part is final and stop < self._size:
+            last_positions[slot] = position + count - 1
+            if number == len(spans) and stop < self._size:
                 self._tokens[stop:] = array("q", (0,)) * (self._size - stop)
                 stop = self._size
-            count = counts[slot] = stop - row
-            self._positions[row:stop] = self._numbers[position : position + count]
-            self._sequences[row:stop] = array("q", (slot,)) * count
+            counts[slot] = stop - row
+            self._positions[row:stop] = self._numbers[position : position + stop - row]
+            self._sequences[row:stop] = array("q", (slot,)) * (stop - row)
             row = stop
         self._of_slots[:] = array("q", (0, *accumulate(counts), *last, *last_positions))
 

@@ -4,10 +4,11 @@ In: prompts by slot, the tensors of the rank. Out: the token after each prompt. 
 several prompts end to end; which rows are whose is data, so that a program serves every pass of its
 size (decode_plan.prefill_size). A program of library ops is planned once for a range of sizes and
 given other extents for each size. On GPUs a size that is needed again becomes a CUDA graph. Used by
-engine.py; next on the walk: packing.py, hostir/run/cuda_graph.py.
+engine.py; next on the walk: packing.py, pass_memory.py, hostir/run/cuda_graph.py.
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,14 +25,8 @@ from distmega.engine.decode_plan import (
     prefill_size,
 )
 from distmega.engine.kept_plans import NOTHING_KEPT, KeptPlans
-from distmega.engine.packing import (
-    ROWS,
-    PassRows,
-    PromptPart,
-    keys_a_row,
-    pack_prompts,
-    row_lengths,
-)
+from distmega.engine.packing import ROWS, PromptPart, keys_a_row, pack_prompts
+from distmega.engine.pass_memory import SentRows, SentTokens
 from distmega.engine.soundness import run_ops
 from distmega.errors import UnsupportedError
 from distmega.hostir import late as host_late
@@ -43,7 +38,6 @@ from distmega.hostir.run.deadline import await_event, await_queued, graph_limit_
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.runtime import late
 from distmega.kernels.runtime.compilations import has_triton
-from distmega.kernels.runtime.mapped_memory import map_pinned
 from distmega.models.decoder import PEAKS, Logits
 from distmega.program.types import KNOWN
 
@@ -58,61 +52,16 @@ it takes as long as the other, of 4096 less (docs/notes/prefill.md)."""
 Tensors = Mapping[str, Tensor]
 
 
-class _SentRows:
-    """The rows of passes of one size, and how they reach the GPU that reads them.
-
-    The host writes them to pinned memory. The copy to the GPU is a part of what a pass queues, so
-    that one replay is all that a pass with a graph needs. The rows have a number, which the GPU
-    gives back behind the copy: only then the host writes the rows of the next pass.
-    """
-
-    def __init__(self, size: int, num_slots: int, max_context: int, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._laid = PassRows(size, num_slots, max_context, pin_memory=self._on_gpu)
-        memory = self._laid.memory
-        self._tensor = torch.zeros_like(memory, device=device) if self._on_gpu else memory
-        self.parts = self._tensor[:-1].split(row_lengths(size, num_slots))  # type: ignore[no-untyped-call]
-        """Where programs read ROWS. On a CPU they are written there."""
-        self._reached = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=self._on_gpu)
-        self._words, self._num_reached = memory.numpy().data, self._reached.numpy().data
-        self._num_laid = self._num_sent = 0
-        self._mapped_rows = map_pinned(memory, device) if self._on_gpu else None
-        self._mapped_reached = map_pinned(self._reached, device) if self._on_gpu else None
-
-    def query(self) -> bool:
-        """Whether the host may write, as an event would tell."""
-        return self._num_reached[0] >= self._num_sent
-
-    def lay(self, parts: Sequence[PromptPart]) -> None:
-        """Writes the rows of a pass. Only once `query` says so."""
-        self._laid.lay(parts)
-        self._num_laid += 1
-        self._words[-1] = self._num_laid
-
-    def queue_copy(self) -> None:
-        """Queues the copy to the GPU, or captures it."""
-        if self._mapped_rows is not None and self._mapped_reached is not None:
-            # by kernels: calls take 100 us less than where a copy engine has to wake up
-            torch.add(self._mapped_rows, 0, out=self._tensor)
-            torch.add(self._tensor[-1:], 0, out=self._mapped_reached)
-            return
-        if self._on_gpu:
-            self._tensor.copy_(self._laid.memory, non_blocking=True)
-        self._reached.copy_(self._tensor[-1:], non_blocking=True)
-
-    def note_sent(self) -> None:
-        """The copy of what was laid is queued."""
-        self._num_sent = self._num_laid
-
-
 @dataclass(slots=True)
 class _Program:
-    """A program of one size. given: its inputs, parts of `rows` if it packs prompts, and weights
-    that it knows under other names. rehearses: its kernels may have to be compiled.
+    """A program of one size. rows, tokens: of one that packs prompts. given: its inputs, parts of
+    `rows` among them, and weights that it knows under other names. rehearses: its kernels may have
+    to be compiled.
     """
 
     evaluator: Evaluator
-    rows: _SentRows | None
+    rows: SentRows | None
+    tokens: SentTokens | None
     given: dict[str, Tensor]
     rehearses: bool
     used: bool = False
@@ -155,42 +104,75 @@ class Prefills:
         logits: Logits,
         tensors: Tensors,
         slot_tensors: Callable[[int], Tensors],
-    ) -> tuple[dict[int, tuple[int, float]], list[Tensor]]:
-        """Starts a sequence in each slot of `prompts`: the token after each, with the value for
-        which it was chosen (decoder.PEAKS), and the logits if asked for: of all tokens, [tokens of
-        a pass, vocab] a pass, or of the last one of each prompt, [1, vocab] a slot.
+    ) -> tuple[dict[int, tuple[int, bool]], list[Tensor]]:
+        """Starts a sequence in each slot of `prompts`: the token after each, with whether the value
+        for which it was chosen (decoder.PEAKS) is finite, and the logits if asked for: of all
+        tokens, [tokens of a pass, vocab] a pass, or of the last one of each prompt, [1, vocab] a
+        slot.
 
         tensors: weights, caches and, if tokens are sampled, how, a row a slot. slot_tensors: the
         same of one slot alone.
         """
+        if not prompts:
+            return {}, []
         if not self._packs:
-            found, rows = dict[int, tuple[int, float]](), list[Tensor]()
+            found, rows = dict[int, tuple[int, bool]](), list[Tensor]()
             for slot, ids in sorted(prompts.items()):
                 outputs = self._run_parts(ids, logits, slot_tensors(slot))
-                found[slot] = int(outputs["next"][-1]), float(outputs[PEAKS][-1])
+                found[slot] = int(outputs["next"][-1]), math.isfinite(outputs[PEAKS][-1])
                 rows += [outputs["logits"].clone()] if logits != "none" else []
             self._kept.write()
             return found, rows
-        ended: list[tuple[list[int], Tensor, Tensor]] = []
         scores: list[Tensor] = []
         of_slots: dict[int, Tensor] = {}
-        for parts in pack_prompts(prompts, self._budget):
-            outputs = self._run_pass(parts, logits, tensors)
-            tokens, peaks = (_to_host(outputs[name]) for name in ("next", PEAKS))
-            ended.append(([part.slot for part in parts if part.ends], tokens, peaks))
-            if logits == "all":
-                scores.append(outputs["logits"][: sum(len(part.ids) for part in parts)].clone())
-            if logits == "last":
-                last = outputs["logits"].clone()
-                of_slots |= {slot: last[slot : slot + 1] for slot in ended[-1][0]}
+        earlier: list[tuple[list[int], Tensor, Tensor]] = []
+        *passes, final = pack_prompts(prompts, self._budget)
+        for parts in passes:
+            _, outputs = self._run_pass(parts, logits, tensors)
+            ending = [part.slot for part in parts if part.ends]
+            if ending:  # the next pass may overwrite what this one gives
+                earlier.append((ending, *_chosen(outputs)))
+            self._keep_scores(parts, outputs, logits, scores, of_slots)
+        program, outputs = self._run_pass(final, logits, tensors)
+        self._keep_scores(final, outputs, logits, scores, of_slots)
         self._kept.write()  # while the GPU runs
-        if self._device.type == "cuda":  # nobody else watches a collective inside a graph
-            await_queued(self._limit_s, self._name)
-        following: dict[int, tuple[int, float]] = {}
-        for ending, tokens, peaks in ended:
-            pairs = tokens.tolist(), peaks.tolist()
+        following = self._await_tokens(program, outputs, [part.slot for part in final if part.ends])
+        for ending, tokens, peaks in earlier:
+            pairs = tokens.tolist(), peaks.isfinite().tolist()
             following |= {slot: (pairs[0][slot], pairs[1][slot]) for slot in ending}
         return following, scores + [of_slots[slot] for slot in sorted(of_slots)]
+
+    def _await_tokens(
+        self, program: _Program, outputs: Tensors, slots: Sequence[int]
+    ) -> dict[int, tuple[int, bool]]:
+        """By slot, the token behind the last pass, and whether its value is finite; HangError where
+        the GPU takes too long: nobody else watches a collective inside a graph.
+        """
+        rows, tokens = program.rows, program.tokens
+        assert rows is not None and tokens is not None, "programs of packed prompts have both"
+        if tokens.reaches:
+            answer = tokens.answer(slots, rows.num_laid)
+            await_event(answer, self._limit_s, self._name)
+            return answer.read()
+        chosen, peaks = _chosen(outputs)
+        await_queued(self._limit_s, self._name)
+        return {slot: (int(chosen[slot]), math.isfinite(peaks[slot])) for slot in slots}
+
+    @staticmethod
+    def _keep_scores(
+        parts: Sequence[PromptPart],
+        outputs: Tensors,
+        logits: Logits,
+        scores: list[Tensor],
+        of_slots: dict[int, Tensor],
+    ) -> None:
+        """Copies the logits of a pass, if asked for, into the list of all passes or to slots."""
+        if logits == "all":
+            scores.append(outputs["logits"][: sum(len(part.ids) for part in parts)].clone())
+        if logits == "last":
+            last = outputs["logits"].clone()
+            slots = (part.slot for part in parts if part.ends)
+            of_slots |= {slot: last[slot : slot + 1] for slot in slots}
 
     def close(self) -> None:
         """Releases the programs and their graphs; nothing runs any longer."""
@@ -208,9 +190,12 @@ class Prefills:
         given = {"tokens": tokens, "positions": positions}
         return run_ops(program.evaluator.run, {**tensors, **program.given, **given})
 
-    def _run_pass(self, parts: Sequence[PromptPart], logits: Logits, tensors: Tensors) -> Tensors:
-        """Outputs of a pass, which the next one may overwrite; rows of `logits` behind those of the
-        prompts mean nothing, nor does `next` of a slot whose prompt does not end.
+    def _run_pass(
+        self, parts: Sequence[PromptPart], logits: Logits, tensors: Tensors
+    ) -> tuple[_Program, Tensors]:
+        """The program of a pass, and its outputs, which the next one may overwrite; rows of
+        `logits` behind those of the prompts mean nothing, nor does `next` of a slot whose prompt
+        does not end.
         """
         num_tokens = 0
         for part in parts:
@@ -220,8 +205,8 @@ class Prefills:
         may_be_long = self._device.type == "cuda" and self._max_context >= LONG_KEYS
         is_long = may_be_long and keys_a_row(parts) >= LONG_KEYS
         program = self._program(size, logits, is_long=is_long)
-        rows = program.rows
-        assert rows is not None, "programs of packed prompts have rows"
+        rows, sent = program.rows, program.tokens
+        assert rows is not None and sent is not None, "programs of packed prompts have both"
         await_event(rows, self._limit_s, self._name)
         rows.lay(parts)
         if program.graph is None:
@@ -233,25 +218,29 @@ class Prefills:
                 if not program.used and program.rehearses:
                     self._compile_ahead(program, tensors)
                 program.used = True
-                return run_ops(program.evaluator.run, {**tensors, **program.given})
+                outputs = run_ops(program.evaluator.run, {**tensors, **program.given})
+                sent.queue(outputs, rows.number)
+                return program, outputs
             await_event(rows, self._limit_s, self._name)
             rows.lay(parts)  # under a number that nobody has given back
         outputs = program.graph.run({})
         rows.note_sent()
-        return outputs
+        return program, outputs
 
     def _program(self, size: int, logits: Logits, *, is_long: bool = False) -> _Program:
         key = size, logits, is_long
         found = self._programs.get(key)
         if found is None:
             evaluator, joined = self._open(*self._host_program(size, logits), is_long)
-            rows, given = None, joined | self._known(evaluator.host)
+            rows = tokens = None
+            given = joined | self._known(evaluator.host)
             if self._packs:
                 batch = self._decode_plan.options.batch
-                rows = _SentRows(size, batch, self._max_context, self._device)
+                rows = SentRows(size, batch, self._max_context, self._device)
+                tokens = SentTokens(batch, self._device)
                 given |= dict(zip(ROWS, rows.parts, strict=True))
             rehearses = self._plans_anew and self._device.type == "cuda"
-            found = self._programs[key] = _Program(evaluator, rows, given, rehearses)
+            found = self._programs[key] = _Program(evaluator, rows, tokens, given, rehearses)
             self._plans_anew = False
         return found
 
@@ -311,6 +300,8 @@ class Prefills:
     def _capture(self, program: _Program, tensors: Tensors) -> CapturedHost | None:
         """On all ranks or none: NCCL may prepare captured collectives unlike others."""
         given, memory = {**tensors, **program.given}, self._memory or GraphMemory()
+        rows, tokens = program.rows, program.tokens
+        assert rows is not None and tokens is not None, "programs that are captured pack prompts"
         self._memory = memory
         captured, problem = capture_on_ranks(
             self._comm,
@@ -320,7 +311,8 @@ class Prefills:
                 given,
                 memory,
                 copy_states=self._recurrent,
-                before=program.rows.queue_copy if program.rows else None,
+                before=rows.queue_copy,
+                after=lambda outputs: tokens.queue(outputs, rows.number),
             ),
         )
         if problem:
@@ -340,8 +332,11 @@ class Prefills:
                 self._kept.write()  # while compilers run
 
 
-def _to_host(x: Tensor) -> Tensor:
-    """A copy on the host. Of a GPU's tensor it is there once the host has waited for what was
-    queued so far: asked for with each pass, it holds up none.
+def _chosen(outputs: Tensors) -> tuple[Tensor, Tensor]:
+    """Copies of `next` and PEAKS on the host. Of a GPU's tensors they are there once the host has
+    waited for what was queued so far: asked for with each pass, they hold up none.
     """
-    return x.to("cpu", non_blocking=True) if x.is_cuda else x.clone()
+    tokens, peaks = outputs["next"], outputs[PEAKS]
+    if tokens.is_cuda:
+        return tokens.to("cpu", non_blocking=True), peaks.to("cpu", non_blocking=True)
+    return tokens.clone(), peaks.clone()

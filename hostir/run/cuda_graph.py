@@ -116,10 +116,11 @@ class CapturedHost:
         *,
         copy_states: bool = True,
         before: Callable[[], None] | None = None,
+        after: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
         """Runs the program a few times, on copies of its states, then captures it. memory: by
-        default its own. copy_states: False where extra runs do no harm. before: queues what each
-        replay does first; the graph keeps it.
+        default its own. copy_states: False where extra runs do no harm. before, after: queue what
+        each replay does first and, with the program's outputs, last; the graph keeps it.
 
         Every rank of the mesh captures at the same point of its program. ProgramError for what
         can't be captured.
@@ -129,7 +130,7 @@ class CapturedHost:
         self._given, self._matmuls = dict(tensors), evaluator.matmuls
         self._comm = evaluator.comm
         """Kept, since NCCL does not end before graphs that hold its collectives."""
-        self._before = before
+        self._before, self._after = before, after
         inputs = [b.name for b in buffers if b.role == "input" and b.name in tensors]
         self._inputs = {name: tensors[name].detach() for name in inputs}
         """Where the graph reads them, though their owner may point those tensors elsewhere."""
@@ -174,6 +175,8 @@ class CapturedHost:
                         self._before()
                     outputs = evaluator.run(self._given)
                     self._matmuls.settle()
+                    if self._after is not None:
+                        self._after(outputs)
             except BaseException:
                 self._matmuls.rewind()
                 self._memory.renew()

@@ -1,7 +1,7 @@
 """Mapped memory: pinned memory of the host that kernels of a GPU read and write by themselves.
 
 In: a pinned tensor. Out: the same memory as a tensor of a GPU. A kernel brings a few KB from there
-in microseconds, where a copy engine has to wake up first. Used by engine/prefill.py.
+in microseconds, where a copy engine has to wake up first. Used by engine/pass_memory.py.
 """
 
 import torch

@@ -2,6 +2,7 @@
 
 import itertools
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from distmega.engine.packing import (
     pack_prompts,
     row_lengths,
 )
-from distmega.engine.prefill import _SentRows
+from distmega.engine.pass_memory import SentRows
 from distmega.engine.requests import EngineOptions
 from distmega.errors import HangError, RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
@@ -66,6 +67,10 @@ def test_long_passes_are_those_whose_rows_see_many_keys():
     assert keys_a_row(short) == 448
 
 
+def flip(ids: "array[int]") -> "array[int]":
+    return array("q", (9 - token for token in ids))
+
+
 @given(
     st.dictionaries(st.integers(0, 5), st.lists(st.integers(0, 9), min_size=1, max_size=9)),
     st.integers(1, 12),
@@ -74,12 +79,16 @@ def test_long_passes_are_those_whose_rows_see_many_keys():
 def test_passes_hold_each_token_once_and_in_order(prompts, budget, spare):
     passes = pack_prompts({slot: array("q", ids) for slot, ids in prompts.items()}, budget)
     cached = dict.fromkeys(prompts, 0)
+    kept: dict[int, PassRows] = {}
     for number, parts in enumerate(passes):
         size = sum(len(part.ids) for part in parts)
         assert size == budget or number == len(passes) - 1
-        laid = PassRows(size + spare, 6, 9)
-        laid.memory.fill_(-7)
-        laid.lay(parts)
+        if size not in kept:
+            kept[size] = PassRows(size + spare, 6, 9)
+            kept[size].memory.fill_(-7)
+        laid = kept[size]
+        for flipped in (True, False):  # other tokens in the same rows, then these
+            laid.lay([replace(part, ids=flip(part.ids)) if flipped else part for part in parts])
         numbers = laid.memory[:-1].split(row_lengths(size + spare, 6))
         rows = dict(zip(ROWS, (part.tolist() for part in numbers), strict=True))
         starts = rows["starts"]
@@ -189,7 +198,7 @@ def test_a_cache_filled_to_its_end_is_no_larger_program():
 
 
 def test_rows_may_be_written_once_those_that_were_sent_have_arrived():
-    rows = _SentRows(4, 1, 8, torch.device("cpu"))
+    rows = SentRows(4, 1, 8, torch.device("cpu"))
     parts = pack_prompts({0: array("q", (1, 2, 3))}, 8)[0]
     for _ in range(2):
         assert rows.query()

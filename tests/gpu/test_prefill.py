@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from distmega.engine import prefill
+from distmega.engine import pass_memory, prefill
 from distmega.hostir.library import ops as library
 from distmega.hostir.library.heads import Heads, MoveHeads
 from distmega.hostir.library.heads import move_heads as move_by_torch
@@ -240,7 +240,7 @@ def test_rows_of_a_pass_wait_until_the_one_before_has_taken_its_own(
     by op where nothing is captured.
     """
     if way == "copied":
-        monkeypatch.setattr(prefill, "map_pinned", lambda memory, device: None)
+        monkeypatch.setattr(pass_memory, "map_pinned", lambda memory, device: None)
     if way == "refused":
         monkeypatch.setattr(prefill, "capture_on_ranks", lambda *given: (None, "not today"))
     engine = open_engine("smollm2-135m", max_context=2048, max_batched_tokens=64)
