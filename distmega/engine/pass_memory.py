@@ -7,6 +7,7 @@ by prefill.py.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ MOST_PASSES = 1 << 30
 """Behind which numbers begin anew."""
 HALF = 1 << 31
 ASKS_GPU = 4096
-"""Looks at words, some microseconds each, after which the driver is asked whether the GPU failed."""
+"""Looks at words, a microsecond or two each, after which the driver is asked for a failed GPU."""
 EXPONENT = 0xFF << 23
 """Of f32: all ones in NaN and infinities."""
 
@@ -133,7 +134,7 @@ class PassAnswer:
         return True
 
     def read(self) -> dict[int, tuple[int, bool]]:
-        """By slot, once `query` says so: its token, and whether it was chosen for a finite value."""
+        """By slot, once `query` says so: its token, and whether its value is finite."""
         return {
             slot: (
                 self._tokens[slot] - self._base,
@@ -141,3 +142,11 @@ class PassAnswer:
             )
             for slot in self._slots
         }
+
+
+@dataclass(frozen=True, slots=True)
+class PassMemory:
+    """What passes of one size hand over, both ways."""
+
+    rows: SentRows
+    tokens: SentTokens

@@ -26,7 +26,7 @@ from distmega.engine.decode_plan import (
 )
 from distmega.engine.kept_plans import NOTHING_KEPT, KeptPlans
 from distmega.engine.packing import ROWS, PromptPart, keys_a_row, pack_prompts
-from distmega.engine.pass_memory import SentRows, SentTokens
+from distmega.engine.pass_memory import PassMemory, SentRows, SentTokens
 from distmega.engine.soundness import run_ops
 from distmega.errors import UnsupportedError
 from distmega.hostir import late as host_late
@@ -54,14 +54,13 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(slots=True)
 class _Program:
-    """A program of one size. rows, tokens: of one that packs prompts. given: its inputs, parts of
-    `rows` among them, and weights that it knows under other names. rehearses: its kernels may have
-    to be compiled.
+    """A program of one size. memory: of one that packs prompts. given: its inputs, parts of that
+    among them, and weights that it knows under other names. rehearses: its kernels may have to be
+    compiled.
     """
 
     evaluator: Evaluator
-    rows: SentRows | None
-    tokens: SentTokens | None
+    memory: PassMemory | None
     given: dict[str, Tensor]
     rehearses: bool
     used: bool = False
@@ -148,10 +147,10 @@ class Prefills:
         """By slot, the token behind the last pass, and whether its value is finite; HangError where
         the GPU takes too long: nobody else watches a collective inside a graph.
         """
-        rows, tokens = program.rows, program.tokens
-        assert rows is not None and tokens is not None, "programs of packed prompts have both"
-        if tokens.reaches:
-            answer = tokens.answer(slots, rows.num_laid)
+        memory = program.memory
+        assert memory is not None, "programs of packed prompts have it"
+        if memory.tokens.reaches:
+            answer = memory.tokens.answer(slots, memory.rows.num_laid)
             await_event(answer, self._limit_s, self._name)
             return answer.read()
         chosen, peaks = _chosen(outputs)
@@ -205,8 +204,9 @@ class Prefills:
         may_be_long = self._device.type == "cuda" and self._max_context >= LONG_KEYS
         is_long = may_be_long and keys_a_row(parts) >= LONG_KEYS
         program = self._program(size, logits, is_long=is_long)
-        rows, sent = program.rows, program.tokens
-        assert rows is not None and sent is not None, "programs of packed prompts have both"
+        memory = program.memory
+        assert memory is not None, "programs of packed prompts have it"
+        rows = memory.rows
         await_event(rows, self._limit_s, self._name)
         rows.lay(parts)
         if program.graph is None:
@@ -219,7 +219,7 @@ class Prefills:
                     self._compile_ahead(program, tensors)
                 program.used = True
                 outputs = run_ops(program.evaluator.run, {**tensors, **program.given})
-                sent.queue(outputs, rows.number)
+                memory.tokens.queue(outputs, rows.number)
                 return program, outputs
             await_event(rows, self._limit_s, self._name)
             rows.lay(parts)  # under a number that nobody has given back
@@ -232,15 +232,15 @@ class Prefills:
         found = self._programs.get(key)
         if found is None:
             evaluator, joined = self._open(*self._host_program(size, logits), is_long)
-            rows = tokens = None
+            memory = None
             given = joined | self._known(evaluator.host)
             if self._packs:
                 batch = self._decode_plan.options.batch
                 rows = SentRows(size, batch, self._max_context, self._device)
-                tokens = SentTokens(batch, self._device)
+                memory = PassMemory(rows, SentTokens(batch, self._device))
                 given |= dict(zip(ROWS, rows.parts, strict=True))
             rehearses = self._plans_anew and self._device.type == "cuda"
-            found = self._programs[key] = _Program(evaluator, rows, tokens, given, rehearses)
+            found = self._programs[key] = _Program(evaluator, memory, given, rehearses)
             self._plans_anew = False
         return found
 
@@ -299,10 +299,9 @@ class Prefills:
 
     def _capture(self, program: _Program, tensors: Tensors) -> CapturedHost | None:
         """On all ranks or none: NCCL may prepare captured collectives unlike others."""
-        given, memory = {**tensors, **program.given}, self._memory or GraphMemory()
-        rows, tokens = program.rows, program.tokens
-        assert rows is not None and tokens is not None, "programs that are captured pack prompts"
-        self._memory = memory
+        given, handed = {**tensors, **program.given}, program.memory
+        assert handed is not None, "programs that are captured pack prompts"
+        self._memory = memory = self._memory or GraphMemory()
         captured, problem = capture_on_ranks(
             self._comm,
             next(iter(program.evaluator.graph_breaks), ""),
@@ -311,8 +310,8 @@ class Prefills:
                 given,
                 memory,
                 copy_states=self._recurrent,
-                before=rows.queue_copy,
-                after=lambda outputs: tokens.queue(outputs, rows.number),
+                before=handed.rows.queue_copy,
+                after=lambda outputs: handed.tokens.queue(outputs, handed.rows.number),
             ),
         )
         if problem:

@@ -217,14 +217,14 @@ def test_rows_that_a_gpu_never_takes_end_the_wait_and_stay_as_they_are():
     engine = open_tiny("tiny-llama", 1)
     token = engine.prefill([1, 2, 3])
     (program,) = engine._prefills._programs.values()
-    rows = [part.clone() for part in program.rows.parts]
+    rows = [part.clone() for part in program.memory.rows.parts]
     with (
-        patch.object(program.rows, "query", lambda: False),
+        patch.object(program.memory.rows, "query", lambda: False),
         patch.object(engine._prefills, "_limit_s", 0.05),
         pytest.raises(HangError, match="a prompt of rank 0: still under way"),
     ):
         engine.prefill([4, 5, 6])
-    assert all(map(torch.equal, program.rows.parts, rows))
+    assert all(map(torch.equal, program.memory.rows.parts, rows))
     assert engine.prefill([1, 2, 3]) == token
 
 

@@ -260,8 +260,8 @@ def test_rows_of_a_pass_wait_until_the_one_before_has_taken_its_own(
     programs = engine._prefills._programs.values()
     assert any(program.graph for program in programs) == (way != "refused")
     for program in programs:
-        assert program.rows is not None
-        assert (program.rows._mapped_rows is None) == (way == "copied")
+        assert program.memory is not None
+        assert (program.memory.rows._mapped_rows is None) == (way == "copied")
     expected = engine._arenas.states.clone()
     for _ in range(10):
         engine._arenas.states.zero_()
