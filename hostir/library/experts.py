@@ -1,11 +1,12 @@
-"""Ops on groups of rows that torch does in a quicker way than their references say, and pointwise
-ops over groups.
+"""Ops on groups of rows that torch does in a quicker way than their references say, pointwise ops
+over groups, and what passes make of both.
 
-Comes in: an op of distmega/program/ops/experts.py, which says what each computes, at a rank's mesh
-coordinate. Goes out: a function of its operands. Used by ops.py.
+Comes in: an op of distmega/program/ops/experts.py, which says what each computes, or of kind
+fused_groups (../passes/fused_kinds.py), at a rank's mesh coordinate. Goes out: a function of its
+operands. Used by ops.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from distmega.program.ops.experts import GroupRange, group_range, keep_groups
 from distmega.program.types import Op
 
 MultiplyGroups = Callable[[Tensor, Tensor, Tensor, GroupRange, int], Tensor]
+MixGroups = Callable[[Tensor, Tensor, Tensor, Tensor, GroupRange, int, expr.Expr], Tensor]
 AddRows = Callable[[Tensor, Tensor, Tensor, Tensor, GroupRange], Tensor]
 
 
@@ -45,6 +47,23 @@ def compile_grouped_linear(
         rows = op.extents[op.writes[0].dims[0].axes[1]]
         return lambda xs: (multiply(xs[0], xs[1], xs[2], groups, rows),)
     return lambda xs: (grouped_linear(xs[0], xs[1], xs[2], groups),)
+
+
+def compile_grouped_mix(op: Op, coordinate: Coordinate, mix: MixGroups | None = None) -> OpFunction:
+    """An op of kind fused_groups. mix: another way to compute it, which is told how many rows a
+    group can have.
+    """
+    groups, formula = group_range(op, coordinate), expr.parse(str(op.attr("expr")))
+    if mix is not None:
+        rows = op.extents[op.writes[0].dims[0].axes[1]]
+        return lambda xs: (mix(xs[0], xs[1], xs[2], xs[3], groups, rows, formula),)
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        x, upper, lower, offsets = operands
+        products = [grouped_linear(x, w, offsets, groups) for w in (upper, lower)]
+        return (keep_groups(evaluate_all([formula], products, None)[0], offsets, groups),)
+
+    return run
 
 
 def compile_grouped_pointwise(

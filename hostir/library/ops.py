@@ -422,6 +422,7 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     **QUICK,
     **{kind.name: _compile_pointwise for kind in kinds() if kind.is_elementwise},
     "fused_linear": lambda op, coordinate: compile_mixed(op, mixed_product),
+    "fused_groups": experts.compile_grouped_mix,
     "fused_product": lambda op, coordinate: compile_shaped(op, shaped_product),
     "fused_heads": lambda op, coordinate: compile_heads(op, move_heads),
     "split_linear": lambda op, coordinate: compile_split(op),

@@ -8,6 +8,8 @@
 - fused_linear: `expr` of a0 and a1, products of x with a row of one weight and of another of its
   shape, or with a row of a weight and the one half of all rows behind it; reads x and both weights,
   or the upper and the lower half of the one. See mix_columns.py.
+- fused_groups: as fused_linear, of rows sorted by group, each with two matrices of its group; reads
+  x, both tensors of matrices, and where groups start.
 - fused_product: `expr` of a0, a product of x and a weight, plus a bias if it reads one. See
   join_formulas.py.
 - split_linear: a product, each of its results a part of the sums in f32, the first terms in the
@@ -36,6 +38,15 @@ define(OpKind(name="fused_pointwise", origin="internal", is_elementwise=True))
 define(OpKind(name="fused_norm", origin="internal", is_norm=True))
 define(OpKind(name="fused_heads", origin="internal", inplace=True))
 define(OpKind(name="fused_linear", origin="internal", flops=lambda op, work: 4 * work.points))
+define(
+    OpKind(
+        name="fused_groups",
+        origin="internal",
+        reads_whole=True,
+        host_reads="where groups start",
+        grouped_flops=lambda op, points: 4 * points,
+    )
+)
 define(OpKind(name="fused_product", origin="internal", flops=lambda op, work: 2 * work.points))
 define(OpKind(name="split_linear", origin="internal", flops=lambda op, work: 2 * work.points))
 define(OpKind(name="fused_rows", origin="internal"))

@@ -4,7 +4,7 @@ Comes in: a body of lower.py, after fuse.py. Where a pointwise op stands directl
 and its two operands are the left and the right half of its columns, which nobody else reads, goes
 out: a fused_linear, or a FusedMatmul that gathers, which writes the pointwise op's result; the
 product itself is nowhere. So it is where it stands behind two products of one x, which are its two
-operands. Next: passes.py.
+operands, and, as a fused_groups, where these are of rows sorted by group. Next: passes.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from distmega.program import expr
 from distmega.program.kinds import kind_of
 from distmega.program.ops.axis_views import is_plain
 from distmega.program.ops.parts import make_op
-from distmega.program.types import Access, Op, Tensor, accesses
+from distmega.program.types import Access, Op, Tensor, grouped_index
 
 Product = LibraryOp | FusedMatmul
 
@@ -62,14 +62,15 @@ def _pair(
     """The op that does two products of one x and what `op` makes of both; they and what allocates
     their results are taken from `above`. None where they do not stand there.
     """
-    names = [access.tensor for access in op.reads]
+    is_grouped = grouped_index(op) is not None
+    names = [access.tensor for access in (op.reads[:-1] if is_grouped else op.reads)]
     if not kind_of(op).is_elementwise or len({*names}) != 2 or not _is_plain(op, buffers):
         return None
     found: dict[str, int] = {}
     at = len(above) - 1
     while at >= 0 and len(found) < 2:
         node = above[at]
-        if isinstance(node, LibraryOp) and _is_plain_product(node.op):
+        if isinstance(node, LibraryOp) and _is_plain_product(node.op, is_grouped=is_grouped):
             found[node.op.writes[0].tensor] = at
         elif not isinstance(node, Allocate):
             return None
@@ -80,15 +81,35 @@ def _pair(
     if found.keys() != {*names} or len(trees) != 1 or not alone or len(types) > 1:
         return None
     first, second = (_op_at(above, found[each]) for each in names)
-    (x, upper), (other_x, lower) = first.reads, second.reads
+    (x, upper, *starts), (other_x, lower, *others) = first.reads, second.reads
     shapes = {buffers[each.tensor].shape for each in (upper, lower)}
     if x.tensor != other_x.tensor or len(shapes) > 1 or upper.tensor == lower.tensor:
         return None
+    attrs = {}
+    if is_grouped:
+        given = {each.tensor for each in (starts[0], *others, op.reads[-1])}
+        if len(given) > 1 or first.attrs != second.attrs or _group_attrs(first) != _group_attrs(op):
+            return None
+        attrs = dict(first.attrs)
     take(above, {*found.values()}, found)
-    reads = [x, upper, replace(upper, tensor=lower.tensor)]
+    reads = [x, upper, replace(upper, tensor=lower.tensor), *starts]
     made = replace(first.writes[0], tensor=result)
-    made_op = make_op(result, "fused_linear", first.axes, reads, [made], expr=str(trees[0]))
+    if is_grouped:
+        reads, made = [*map(_starting_last, reads)], _starting_last(made)
+    kind = "fused_groups" if is_grouped else "fused_linear"
+    made_op = make_op(result, kind, first.axes, reads, [made], **attrs, expr=str(trees[0]))
     return LibraryOp(op=made_op)
+
+
+def _group_attrs(op: Op) -> tuple[object, object]:
+    """Which groups a rank does, as group_range of program/ops/experts.py reads it."""
+    return op.get("group_axis", ""), op.get("num_groups", 0)
+
+
+def _starting_last(access: Access) -> Access:
+    """An access of rows sorted by group to an op whose fourth operand says where groups start."""
+    dims = (replace(index, starts=3) if index.is_grouped else index for index in access.dims)
+    return replace(access, dims=tuple(dims))
 
 
 def _op_at(body: Sequence[Node], at: int) -> Op:
@@ -98,14 +119,20 @@ def _op_at(body: Sequence[Node], at: int) -> Op:
 
 
 def _is_plain(op: Op, buffers: Mapping[str, Tensor]) -> bool:
-    """Whether an op goes through its operands and results alike, an axis a dim."""
-    whole = {tuple(index.axes for index in access.dims) for access in accesses(op)}
-    shapes = {buffers[access.tensor].shape for access in accesses(op)}
-    return len(whole) == 1 and len(shapes) == 1 and all(map(is_plain, accesses(op)))
+    """Whether an op goes through its operands and results alike, an axis a dim, or a group and its
+    rows.
+    """
+    is_grouped = grouped_index(op) is not None
+    values = [*(op.reads[:-1] if is_grouped else op.reads), *op.writes]
+    whole = {tuple(index.axes for index in access.dims) for access in values}
+    shapes = {buffers[access.tensor].shape for access in values}
+    return len(whole) == 1 and len(shapes) == 1 and (is_grouped or all(map(is_plain, values)))
 
 
-def _is_plain_product(op: Op) -> bool:
-    """Without a bias."""
+def _is_plain_product(op: Op, *, is_grouped: bool = False) -> bool:
+    """Without a bias; of rows sorted by group or not."""
+    if is_grouped:
+        return op.kind == "grouped_linear"
     return is_product(op) and len(op.reads) == 2
 
 

@@ -18,6 +18,7 @@ import torch
 
 from distmega.hostir.library.experts import (
     compile_grouped_linear,
+    compile_grouped_mix,
     compile_grouped_pointwise,
     compile_scatter_add,
 )
@@ -99,9 +100,10 @@ class KernelOps:
 
     def _multiplies_groups(self, op: Op, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the kernel of grouped_products.py does an op."""
-        grouped = self.groups != "torch" and op.kind == "grouped_linear" and self._has_tiles
+        num_matrices = {"grouped_linear": 1, "fused_groups": 2}.get(op.kind, 0)
+        grouped = self.groups != "torch" and num_matrices > 0 and self._has_tiles
         aligned = grouped and op.extents["k"] % GROUP_ALIGNED == 0
-        return aligned and _share_a_type(op, 2, tensors, GROUP_DTYPES)
+        return aligned and _share_a_type(op, 1 + num_matrices, tensors, GROUP_DTYPES)
 
     def _attends_packed(self, op: Op, tensors: Mapping[str, Tensor]) -> bool:
         """Whether a kernel of packed_attention.py does an attention."""
@@ -159,6 +161,9 @@ class KernelOps:
     def _groups_by_kernel(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction | None:
         """As by_kernel, of an op over groups of rows."""
         if self.groups != "torch" and self._multiplies_groups(op, NO_TENSORS):
+            if op.kind == "fused_groups":
+                mix = partial(late.mix_groups, schedule=self.groups)
+                return compile_grouped_mix(op, coordinate, mix)
             multiply = partial(late.grouped_linear, schedule=self.groups)
             return compile_grouped_linear(op, coordinate, multiply)
         if op.kind == "scatter_add" and self._has_tiles:

@@ -6,7 +6,9 @@ start: programs stay on the device, one or two an SM, and find their tiles there
 graph serves any routing. Two schedules, as of kernels/events: static, in which a program passes
 over the tiles of its queue that have no rows, and drained, in which programs take those that have
 one after the other, by an atomic head. The cost model of kernels/events chooses where nobody does.
-What the kernel does not take, torch does. Used by device_ops.py.
+Groups of many rows in bf16 take the matmul kernel of kernels/gemm on Hopper GPUs, unless a schedule
+is asked for, and so do pairs of products that a formula makes one of. What no kernel takes, torch
+does. Used by device_ops.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -26,10 +28,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from distmega.hostir.library import experts as library
 from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.events import GroupTiles, drains_groups_faster
+from distmega.kernels.gemm.device.spec import MatmulSpec
+from distmega.kernels.gemm.device.start_groups import launch_groups
+from distmega.kernels.gemm.times.matmul_ways import STAGES
 from distmega.kernels.library.limits import GROUP_ALIGNED, GROUP_DTYPES, has_tiles
+from distmega.kernels.pipelined.api import pointwise_results
 from distmega.kernels.runtime.ahead import launch
-from distmega.kernels.runtime.gpus import num_sms
-from distmega.program.ops.experts import GroupRange
+from distmega.kernels.runtime.gpus import is_hopper, num_sms
+from distmega.program.expr import Expr
+from distmega.program.ops.experts import GroupRange, keep_groups
 
 Schedule = Literal["auto", "static", "drained"]
 
@@ -57,6 +64,13 @@ TILES = {
 
 WIDE_TILES = ProductTiles(rows=16, columns=32, depth=32, warps=4, stages=2, programs=2)
 """Of f32, which tensor cores do not multiply exactly: more would not fit registers."""
+MANY_ROWS, WIDE_ROWS, MANY_MIXED_ROWS = 64, 160, 4
+"""Rows of a group in the mean above which the matmul kernel takes less time than the tiles above,
+its tiles of 256 columns less than those of 128, and one with a formula less than two products
+(docs/notes/experts.md).
+"""
+TMA_ALIGNED = 16
+"""Bytes."""
 LEAST_DEPTH = 16
 """Terms that tl.dot takes at least; zeros stand behind the last."""
 
@@ -150,6 +164,11 @@ def grouped_linear(
         return out
     if not here:
         return out.zero_()
+    mean = x.shape[0] / min(x.shape[0], groups.num)
+    if schedule == "auto" and mean > MANY_ROWS and _fits_matmul(x, w):
+        tile_n = min(STAGES) if mean <= WIDE_ROWS else max(STAGES)
+        start_matmul(x, w, out, offsets[groups.first :], tile_n)
+        return out
     is_wide = x.dtype == torch.float32
     tiles = WIDE_TILES if is_wide else choose_tiles(x.shape[0], groups.num)
     shape = GroupTiles(
@@ -175,6 +194,60 @@ def grouped_linear(
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
+
+
+def mix_groups(
+    x: Tensor,
+    upper: Tensor,
+    lower: Tensor,
+    offsets: Tensor,
+    groups: GroupRange,
+    most_rows: int,
+    formula: Expr,
+    schedule: Schedule = "auto",
+) -> Tensor:
+    """A formula of each row's products with the two matrices of its group, as an op of kind
+    fused_groups; zeros in rows of other groups. most_rows, schedule: as of grouped_linear.
+    """
+    mean = x.shape[0] / max(1, min(x.shape[0], groups.num))
+    fits = schedule == "auto" and mean > MANY_MIXED_ROWS and _fits_matmul(x, upper)
+    if not fits or not _takes(x, upper) or groups.stop == groups.first:
+        products = [
+            grouped_linear(x, w, offsets, groups, most_rows, schedule) for w in (upper, lower)
+        ]
+        return keep_groups(pointwise_results([formula], products)[0], offsets, groups)
+    out = torch.empty(x.shape[0], upper.shape[1], dtype=x.dtype, device=x.device)
+    start_matmul(x, upper, out, offsets[groups.first :], max(STAGES), lower, formula)
+    return out
+
+
+def start_matmul(
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    starts: Tensor,
+    tile_n: int,
+    other: Tensor | None = None,
+    formula: Expr | None = None,
+) -> None:
+    """The matmul kernel over groups, as launch_groups, with tiles of so many columns."""
+    spec = MatmulSpec(tile_n=tile_n, stages=STAGES[tile_n], mixes=formula, apart=other is not None)
+    launch_groups(
+        x.contiguous(), w.contiguous(), out, starts, spec,
+        None if other is None else other.contiguous(),
+    )  # fmt: skip
+
+
+def _fits_matmul(x: Tensor, w: Tensor) -> bool:
+    """Whether the matmul kernel takes such operands of grouped_linear, and an SM can hold it."""
+    return (
+        x.is_cuda
+        and is_hopper(x.device.index)
+        and x.dtype == torch.bfloat16
+        and w.shape[1] % GROUP_ALIGNED == 0
+        and x.data_ptr() % TMA_ALIGNED == 0
+        and w.data_ptr() % TMA_ALIGNED == 0
+    )
 
 
 def choose_tiles(num_rows: int, num_groups: int) -> ProductTiles:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from distmega.lazy import late_imports
 
 if TYPE_CHECKING:
-    from distmega.kernels.library.grouped_products import grouped_linear
+    from distmega.kernels.library.grouped_products import grouped_linear, mix_groups
     from distmega.kernels.library.heads import append, move_heads, rotate
     from distmega.kernels.library.packed_attention import attend_packed
     from distmega.kernels.library.row_attention import attend_each
@@ -28,6 +28,7 @@ __all__ = [
     "compile_graph",
     "compile_product",
     "grouped_linear",
+    "mix_groups",
     "move_heads",
     "rotate",
     "run_rows",

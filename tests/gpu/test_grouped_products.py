@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from distmega.hostir.library.experts import grouped_linear as by_torch
-from distmega.kernels.library.grouped_products import Schedule, grouped_linear
+from distmega.kernels.library.grouped_products import Schedule, grouped_linear, mix_groups
 from distmega.kernels.library.weighted_rows import add_weighted_rows
+from distmega.program.expr import parse
 from distmega.program.ops.experts import GroupRange, route_values, scatter_values
 from tests.gpu.engines import open_engine, random_model
 
@@ -29,8 +30,7 @@ def offsets_of(num_rows: int, choices: int, num_groups: int, how: str) -> Tensor
     return route_values(ids, num_groups)[1]
 
 
-@pytest.mark.parametrize("schedule", ["static", "drained"])
-@pytest.mark.parametrize(
+SHAPES = pytest.mark.parametrize(
     ("num_rows", "choices", "num_groups", "first", "stop", "n", "k"),
     [
         (1, 8, 128, 0, 128, 768, 2048),
@@ -40,8 +40,13 @@ def offsets_of(num_rows: int, choices: int, num_groups: int, how: str) -> Tensor
         (700, 2, 5, 0, 5, 80, 48),
         (700, 2, 5, 3, 5, 72, 200),
         (1500, 1, 4, 0, 2, 1000, 264),
+        (4000, 2, 8, 2, 7, 768, 512),
     ],
 )
+
+
+@pytest.mark.parametrize("schedule", ["static", "drained", "auto"])
+@SHAPES
 def test_products_are_those_of_float64(
     schedule: Schedule, num_rows, choices, num_groups, first, stop, n, k
 ):
@@ -56,6 +61,30 @@ def test_products_are_those_of_float64(
         assert float((found.double() - exact).norm() / exact.norm().clamp(min=1e-9)) < 4e-3
         assert bool((found[exact.abs().sum(1) == 0] == 0).all())
         assert torch.equal(found, grouped_linear(x, w, offsets, groups, num_rows, schedule))
+
+
+@pytest.mark.parametrize("schedule", ["drained", "auto"])
+@SHAPES
+def test_pairs_of_products_are_mixed(
+    schedule: Schedule, num_rows, choices, num_groups, first, stop, n, k
+):
+    """One column of two: of the matmul kernel, its formula in f32, or of two products."""
+    torch.manual_seed(0)
+    x = torch.randn(num_rows * choices, k, device="cuda").bfloat16()
+    upper, lower = (
+        (torch.randn(stop - first, n, k, device="cuda") * k**-0.5).bfloat16() for _ in range(2)
+    )
+    groups = GroupRange(first=first, stop=stop, num=num_groups)
+    formula = parse("silu(a0) * a1")
+    for how in ROUTINGS:
+        offsets = offsets_of(num_rows, choices, num_groups, how)
+        given = x, upper, lower, offsets, groups, num_rows, formula, schedule
+        found = mix_groups(*given)
+        gate, up = (by_torch(x.double(), w.double(), offsets, groups) for w in (upper, lower))
+        exact = torch.nn.functional.silu(gate) * up
+        assert float((found.double() - exact).norm() / exact.norm().clamp(min=1e-9)) < 8e-3
+        assert bool((found[gate.abs().sum(1) == 0] == 0).all())
+        assert torch.equal(found, mix_groups(*given))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -87,10 +116,10 @@ def test_products_of_f32_and_of_short_rows(n: int, k: int):
         assert float((found.double() - exact).norm() / exact.norm()) < most
 
 
-@pytest.mark.parametrize("schedule", ["static", "drained"])
+@pytest.mark.parametrize("schedule", ["static", "drained", "auto"])
 def test_a_captured_graph_serves_any_routing(schedule: Schedule):
     torch.manual_seed(0)
-    num_rows, choices, num_groups = 200, 4, 32
+    num_rows, choices, num_groups = (900 if schedule == "auto" else 200), 4, 32
     x = torch.randn(num_rows * choices, 512, device="cuda").bfloat16()
     w = (torch.randn(num_groups, 384, 512, device="cuda") * 0.05).bfloat16()
     groups = GroupRange(first=0, stop=num_groups, num=num_groups)

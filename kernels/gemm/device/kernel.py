@@ -193,12 +193,20 @@ def store_tile(part, out, top, left, leaving):
 
 
 @gluon.jit
+def shape_tile(part, spec: gl.constexpr):
+    """What the spec makes of a half tile of the product."""
+    if spec.is_mixed:
+        formula: gl.constexpr = spec.mixes
+        return evaluate(formula, (block_of(part, 0, 2), block_of(part, 1, 2)))
+    else:
+        return part
+
+
+@gluon.jit
 def store_result(part, out, top, left, leaving, spec: gl.constexpr):
     """As store_tile, of what the spec makes of a half tile from this column of the product on."""
     if spec.is_mixed:
-        formula: gl.constexpr = spec.mixes
-        mixed = evaluate(formula, (block_of(part, 0, 2), block_of(part, 1, 2)))
-        store_tile(mixed, out, top, left // 2, leaving)
+        store_tile(shape_tile(part, spec), out, top, left // 2, leaving)
     else:
         store_tile(part, out, top, left, leaving)
 

@@ -78,7 +78,7 @@ def _without_peers(index: int) -> Peering:
     return Peering(rank=0, arrivals=words, counts=words, buffers=addresses, words=addresses)
 
 
-def _blocks(x: Tensor, rows: int, columns: int = HALF_M.value) -> TensorDescriptor:
+def blocks_of(x: Tensor, rows: int, columns: int = HALF_M.value) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [rows, columns], SHARED)
 
 
@@ -102,8 +102,8 @@ def launch_matmul(
     index = a.device.index
     with_peers = peering or _without_peers(index)
     home = out if with_peers.home is None else with_peers.home
-    a_blocks = _blocks(a, HALF_M.value)
-    own = a_blocks if with_peers.own is None else _blocks(with_peers.own, HALF_M.value)
+    a_blocks = blocks_of(a, HALF_M.value)
+    own = a_blocks if with_peers.own is None else blocks_of(with_peers.own, HALF_M.value)
     rows, columns = a.shape[0], b.shape[0] * (1 if other is None else 2)
     chunk_rows = -(-rows // (spec.num_ranks * TILE_M.value))
     tile_columns = -(-columns // spec.tile_n)
@@ -115,18 +115,18 @@ def launch_matmul(
         words=with_peers.words,
         stuck=_unused_words(index) if stuck is None else stuck,
     )
-    launcher = _launcher(index, spec, num_programs, tuple(map(_is_aligned, memory)))
-    aways = [_blocks(away, HALF_M.value) for away in with_peers.aways]
+    launcher = _launcher(index, spec, num_programs, tuple(map(is_aligned, memory)))
+    aways = [blocks_of(away, HALF_M.value) for away in with_peers.aways]
     launcher(
         a_blocks,
         own,
-        _blocks(b, spec.columns),
-        None if other is None else _blocks(other, spec.columns),
-        _blocks(out, HALF_M.value),
-        _blocks(home, HALF_M.value),
+        blocks_of(b, spec.columns),
+        None if other is None else blocks_of(other, spec.columns),
+        blocks_of(out, HALF_M.value),
+        blocks_of(home, HALF_M.value),
         *aways,
         *[None] * (MOST_PEERS - len(aways)),
-        _blocks(home, HALF_M.value, spec.tile_n),
+        blocks_of(home, HALF_M.value, spec.tile_n),
         -(-a.shape[1] // TILE_K.value),
         chunk_rows,
         tile_columns,
@@ -153,5 +153,5 @@ def _launcher(
     return Launcher(matmul_kernel, num_programs, constants, num_warps=4, enable_fp_fusion=True)
 
 
-def _is_aligned(x: Tensor) -> bool:
+def is_aligned(x: Tensor) -> bool:
     return x.data_ptr() % POINTER_ALIGNMENT == 0

@@ -7,7 +7,7 @@ import torch
 
 from bench.models import gated_mlp
 from distmega.engine.decode_plan import lower_decode, lower_prefill, plan_decode
-from distmega.engine.requests import EngineOptions
+from distmega.engine.requests import EngineOptions, Experts
 from distmega.errors import VerifyError
 from distmega.hostir.check.check import check_host
 from distmega.hostir.comm.communicator import SingleCommunicator
@@ -126,6 +126,55 @@ def test_two_products_of_one_x_become_one_column(expression: str):
 )
 def test_other_products_stay_as_they_are(program: Program):
     assert "linear gate" in check(program)
+
+
+def experts(
+    expression: str = "silu(a0) * a1", *, other_rows: bool = False, seen: bool = False
+) -> Program:
+    """Two products of each row with matrices of its group and a formula of these. other_rows: of
+    two tensors of rows. seen: one product is an output.
+    """
+    p = ProgramBuilder("experts")
+    x, z = p.input("x", (9, 8)), p.input("z", (9, 8))
+    weights, chosen = p.top_k(p.input("scores", (9, 4)), 2, name="chosen")
+    routing = p.route(chosen, 4, name="routing")
+    rows = p.gather_rows(x, routing, name="rows")
+    others = p.gather_rows(z, routing, name="others") if other_rows else rows
+    gate = p.grouped_linear(rows, p.weight("gate_w", (4, 6, 8)), routing, name="gate")
+    up = p.grouped_linear(others, p.weight("up_w", (4, 6, 8)), routing, name="up")
+    y = p.grouped_pointwise(expression, gate, up, routing=routing, name="y")
+    out = p.scatter_add(y, weights, routing, name="out")
+    return p.build(out, *([gate] if seen else []))
+
+
+@pytest.mark.parametrize("expression", ["silu(a0) * a1", "a0 - 2 * a1", "gelu(a1) * a0 + 1"])
+def test_two_products_of_one_group_become_one_column(expression: str):
+    found = check(experts(expression))
+    assert [step for step in found if "group" in step] == ["fused_groups y"]
+    assert "pointwise y" not in found
+
+
+@pytest.mark.parametrize("given", [{"other_rows": True}, {"seen": True}])
+def test_other_products_of_groups_stay_as_they_are(given: dict[str, bool]):
+    assert {"grouped_linear gate", "grouped_linear up", "pointwise y"} <= {*check(experts(**given))}
+
+
+@pytest.mark.parametrize(
+    ("split", "shape"), [("tensor", (128, 384, 2048)), ("expert", (64, 768, 2048))]
+)
+def test_experts_of_two_ranks_open_in_their_products(split: Experts, shape: tuple[int, ...]):
+    """Ranks have a part of each expert's columns, or whole experts."""
+    config = replace(PRESETS["qwen3-30b-a3b"], num_layers=2)
+    options = EngineOptions(max_context=4096, experts=split)
+    staged = plan_decode(config, DeviceMesh(tp=2), H200, options)
+    host = lower_prefill(lower_decode(config, staged, options, peer_memory=True), 512, "none")
+    mixed = [n.op for n in host.body if isinstance(n, LibraryOp) and n.op.kind == "fused_groups"]
+    assert [op.name.removesuffix(".partial") for op in mixed] == [
+        f"layers.{n}.expert_mixed" for n in (0, 1)
+    ]
+    assert {host.buffer_map()[op.reads[1].tensor].shape for op in mixed} == {shape}
+    assert bool(mixed[0].get("group_axis", "")) == (split == "expert")
+    assert parse_host(print_host(host)) == host
 
 
 def test_a_prompts_gate_opens_in_its_product():
