@@ -25,7 +25,7 @@ from distmega.kernels.gemm.device.spec import BUFFERS, HALF_M, TILE_K, TILE_M
 from distmega.kernels.gluon_compat import cta_barrier, reinterpret, tma_load, tma_store_wait
 from distmega.kernels.runtime.mbarriers import make_barriers
 
-EXTENTS = ("k_tiles", "num_groups", "all_rows", "n", "columns")
+EXTENTS = ("k_tiles", "num_groups", "all_rows", "eighths", "columns")
 """Arguments that one compiled kernel takes at any value."""
 
 
@@ -173,16 +173,18 @@ def compute_groups(out, result, starts, k_tiles, num_groups, all_rows, n, column
 
 
 @gluon.jit(do_not_specialize=EXTENTS)
-def grouped_kernel(a, b, other, out, result, starts, k_tiles, num_groups, all_rows, n, columns,
-                   spec: gl.constexpr):  # fmt: skip
+def grouped_kernel(a, b, other, out, result, starts, k_tiles, num_groups, all_rows, eighths,
+                   columns, spec: gl.constexpr):  # fmt: skip
     """Of local memory, descriptors in blocks of 64 columns: a, bf16 [all_rows, K], rows sorted by
     group, in blocks of 64 rows; b, bf16 [num_groups * n, K], in blocks of spec.columns rows; both
     read. Where columns are mixed, b and other, alike, are the two matrices of each group, else
     other is None. out, in blocks of 64 rows, and result, bf16 [all_rows, n] contiguous, are the
     same memory, written. starts: int32 [num_groups + 1], where groups start, read.
 
-    k_tiles: slices of 64 along K. columns: of tiles. spec: MatmulSpec without peers.
+    k_tiles: slices of 64 along K. eighths: n / 8, so that n is known to be a multiple of 8.
+    columns: of tiles. spec: MatmulSpec without peers.
     """
+    n = 8 * eighths
     stages: gl.constexpr = spec.stages
     a_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * stages, HALF_M, TILE_K], a.layout)
     b_ring = gl.allocate_shared_memory(gl.bfloat16, [stages, spec.tile_n, TILE_K], b.layout)

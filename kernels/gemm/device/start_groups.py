@@ -35,7 +35,7 @@ def launch_groups(
         -(-k // TILE_K.value),
         num_groups,
         x.shape[0],
-        n,
+        n // 8,
         -(-n // spec.columns),
     )
 

@@ -35,4 +35,5 @@ def test_groups(tile_n: int, mixes: str) -> None:
     assert count(code, "cp.async.bulk.tensor", ".bulk_group") == num_blocks
     assert count(code, "cp.async.bulk.tensor", "mbarrier::complete_tx") == (4 if mixes else 3)
     assert count(code, "st.global") > 0, "of a group's last rows, and of rows of none"
+    assert count(code, "st.global") == count(code, "st.global.v4.b32")
     assert not count(code, ".sys")
