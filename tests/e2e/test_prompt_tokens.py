@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import distmega
-from distmega.engine.calls import prompt_tokens, require_tokens
+from distmega.engine.calls import FEW_TOKENS, prompt_tokens, require_tokens
 from distmega.errors import RequestError
 from tests.e2e.test_library import CPU_RANK
 
 VOCAB = 300
+MANY = [token % VOCAB for token in range(FEW_TOKENS)]
+"""One more is read in another way."""
 
 
 class OnGpu:
@@ -46,8 +48,11 @@ class OnGpu:
         np.arange(5)[::-1],
         np.arange(8)[::2],
         np.arange(8, dtype=">i8"),
+        MANY,
+        [*MANY, 299],
+        (*MANY, 0),
     ],
-    ids=str,
+    ids=lambda ids: str(ids)[:40],
 )
 def test_what_is_a_token_at_a_time_is_one_in_many(ids):
     found = prompt_tokens(ids, VOCAB)
@@ -86,8 +91,13 @@ def test_what_is_a_token_at_a_time_is_one_in_many(ids):
         7,
         np.ma.masked_array([1, 2], mask=[0, 1]),
         [torch.empty((), device="meta")],
+        [*MANY, 300],
+        [*MANY, -1],
+        [*MANY, 2**63],
+        [*MANY, True],
+        [*MANY[1:], 300],
     ],
-    ids=str,
+    ids=lambda ids: str(ids)[:40],
 )
 def test_what_is_refused_a_token_at_a_time_is_refused_in_the_same_words(ids):
     with pytest.raises(RequestError) as one:
