@@ -1,7 +1,8 @@
 """Library ops of a host program on a GPU, each by the kernel that does it:
 
 - pointwise ops, norms and softmax: pipelined/, several of them in turn row_steps.py;
-- products of few rows: tiled_products.py; experts: grouped_products.py, weighted_rows.py;
+- products of few rows: tiled_products.py; experts: routing.py, grouped_products.py,
+  weighted_rows.py;
 - attention: packed_attention.py of prompts, row_attention.py of one row of each sequence,
   short_attention.py of short sequences without a cache; rotations and caches: heads.py;
 - argmax: row_maxima.py; graphs of rewrite rules: ugraphs/; all else: torch.
@@ -156,6 +157,10 @@ class KernelOps:
             return compile_heads(op, lambda *given: late.move_heads(*given))
         if op.kind == "argmax" and self._has_tiles:
             return late.compile_argmax(op, coordinate, compile_op(op, coordinate))
+        if op.kind == "top_k" and self._has_tiles:
+            return late.compile_top_k(op, compile_op(op, coordinate))
+        if op.kind == "route" and self._has_tiles:
+            return late.compile_route(op, compile_op(op, coordinate))
         return None
 
     def _groups_by_kernel(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction | None:
