@@ -171,6 +171,8 @@ class KernelOps:
                 return compile_grouped_mix(op, coordinate, mix)
             multiply = partial(late.grouped_linear, schedule=self.groups)
             return compile_grouped_linear(op, coordinate, multiply)
+        if op.kind == "gather_rows" and self._has_tiles:
+            return late.compile_gather(op, coordinate, compile_op(op, coordinate))
         if op.kind == "scatter_add" and self._has_tiles:
             return compile_scatter_add(
                 op, coordinate, lambda *given: late.add_weighted_rows(*given)

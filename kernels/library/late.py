@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from distmega.kernels.library.grouped_products import grouped_linear, mix_groups
     from distmega.kernels.library.heads import append, move_heads, rotate
     from distmega.kernels.library.packed_attention import attend_packed
-    from distmega.kernels.library.routing import compile_route, compile_top_k
+    from distmega.kernels.library.routing import compile_gather, compile_route, compile_top_k
     from distmega.kernels.library.row_attention import attend_each
     from distmega.kernels.library.row_maxima import compile_argmax
     from distmega.kernels.library.row_steps import run_rows
@@ -26,6 +26,7 @@ __all__ = [
     "attend_packed",
     "compile_argmax",
     "compile_attend",
+    "compile_gather",
     "compile_graph",
     "compile_product",
     "compile_route",

@@ -1,8 +1,8 @@
 """Which experts each row goes to, and its rows sorted by expert, on a GPU: torch sorts rows of
 scores and then all pairs (row, choice), in many small kernels.
 
-In: operands of top_k and route of program/ops/experts.py. Out: new tensors, with the
-whole numbers that torch gives, and its weights but for rounding. top_k: a program has a
+In: operands of top_k, route and gather_rows of program/ops/experts.py. Out: new tensors, with the
+whole numbers and rows that torch gives, and its weights but for rounding. top_k: a program has a
 few rows of scores as keys, in the order of elements and, of equal ones, backwards in that of
 columns, and takes the largest again and again. route: a sort by counting, of one launch for few
 pairs and else of two; no result depends on which program is first. The host reads nothing. What the
@@ -13,7 +13,7 @@ kernels do not take, torch does. Used by device_ops.py.
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -25,6 +25,8 @@ from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.library.limits import GROUP_DTYPES, has_tiles
 from distmega.kernels.library.row_maxima import HIGHEST, LOW_WORD, key_of
 from distmega.kernels.runtime.ahead import launch
+from distmega.program.kinds import local_base
+from distmega.program.ops.experts import group_range
 from distmega.program.types import Op
 
 MOST_COLUMNS, MOST_CHOICES = 512, 16
@@ -44,6 +46,8 @@ BLOCKS = {1 << 14: 256, 1 << 17: 512, MOST_PAIRS: 1024}
 """Pairs of a program by those of all, up to each: more blocks count less each, and read more."""
 COMPARED = 16
 """Pairs at a time that those of a block are compared with."""
+COPIED_ROWS, COPIED_BYTES = 4, 2048
+"""Of a program of copy_rows: rows, and bytes of each, 16 a thread."""
 WARPS = 4
 NUMBERS = (torch.int32, torch.int64)
 LOW_HALF = tl.constexpr(0xFFFF)
@@ -208,6 +212,27 @@ def sort_pairs(ids, num_rows, parts, counts, offsets, order, slots, num_pairs, n
         tl.store(offsets, 0)
 
 
+@triton.jit(do_not_specialize=["num_pairs", "num_rows"])
+def copy_rows(x, order, out, num_pairs, num_rows, n, num_choices: tl.constexpr,
+              rows: tl.constexpr, columns: tl.constexpr):  # fmt: skip
+    """Columns program_id(1) * columns and on of rows program_id(0) * rows and on: those of the rows
+    that the pairs come from.
+
+    x [num_rows, n], out [num_pairs, n]: contiguous, of one type. order: i32 or i64 [num_pairs],
+    each row * num_choices and its choice; rows that x does not have count as zeros. All in local
+    memory; out alone is written.
+    """
+    pair = tl.program_id(0) * rows + tl.arange(0, rows)
+    column = (tl.program_id(1) * columns + tl.arange(0, columns))[None, :]
+    there = pair < num_pairs
+    row = tl.load(order + pair, mask=there, other=-1).to(tl.int64)
+    known = (row >= 0) & (row < num_rows.to(tl.int64) * num_choices)
+    from_row = x + (row // num_choices)[:, None] * n
+    found = tl.load(from_row + column, mask=known[:, None] & (column < n), other=0.0)
+    to = out + pair.to(tl.int64)[:, None] * n
+    tl.store(to + column, found, mask=there[:, None] & (column < n))
+
+
 def compile_top_k(op: Op, otherwise: OpFunction) -> OpFunction:
     """An op of kind top_k, by the kernel; else by `otherwise`."""
     num, weighing = op.extents["c"], str(op.attr("weights"))
@@ -232,6 +257,24 @@ def compile_route(op: Op, otherwise: OpFunction) -> OpFunction:
     return run
 
 
+def compile_gather(op: Op, coordinate: Mapping[str, int], otherwise: OpFunction) -> OpFunction:
+    """An op of kind gather_rows, by the kernel where a rank has all rows and groups; else by
+    `otherwise`.
+    """
+    whole = int(str(op.get("extent", op.extents["m"])))
+    num_choices = op.extents["p"] // whole
+    if local_base(op, coordinate) or not group_range(op, coordinate).is_all:
+        return otherwise
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        x, order = operands[:2]
+        if len(x) != whole or not takes_rows(x, order):
+            return otherwise(operands)
+        return (gather(x, order, num_choices),)
+
+    return run
+
+
 def takes_scores(x: Tensor, num: int) -> bool:
     """Whether the kernel chooses `num` of each row of x."""
     return (
@@ -251,6 +294,18 @@ def takes_ids(ids: Tensor, num_groups: int, num_rows: Tensor | None) -> bool:
         and all(each.dtype in NUMBERS for each in (ids, num_rows) if each is not None)
         and num_groups <= MOST_GROUPS
         and 0 < ids.numel() <= MOST_PAIRS
+    )
+
+
+def takes_rows(x: Tensor, order: Tensor) -> bool:
+    """Whether the kernel copies rows of x."""
+    return (
+        has_tiles(x.device)
+        and dtype_name(x.dtype) in GROUP_DTYPES
+        and order.dtype in NUMBERS
+        and x.is_contiguous()
+        and order.is_contiguous()
+        and x.numel() > 0
     )
 
 
@@ -314,3 +369,16 @@ def sort_by_group(
 def height_of(block: int, bins: int) -> int:
     """Rows of counts that a program reads at a time: 16 counts a thread."""
     return max(1, 16 * block // bins)
+
+
+def gather(x: Tensor, order: Tensor, num_choices: int) -> Tensor:
+    """Rows order // num_choices of x [m, ...]."""
+    num_pairs, n = len(order), x.shape[1:].numel()
+    out = torch.empty(num_pairs, *x.shape[1:], dtype=x.dtype, device=x.device)
+    columns = min(COPIED_BYTES // x.element_size(), triton.next_power_of_2(n))
+    grid = triton.cdiv(num_pairs, COPIED_ROWS), triton.cdiv(n, columns)
+    launch(
+        copy_rows, grid, x, order, out, num_pairs, len(x), n, num_choices=num_choices,
+        rows=COPIED_ROWS, columns=columns, num_warps=WARPS,
+    )  # fmt: skip
+    return out

@@ -1,5 +1,5 @@
-"""Rows sent to experts on a GPU, beside what torch does there: the same columns and positions,
-and weights but for rounding; also when a captured graph is replayed with other operands.
+"""Rows sent to experts on a GPU, beside what torch does there: the same columns, positions and
+rows, and weights but for rounding; also when a captured graph is replayed with other operands.
 """
 
 import pytest
@@ -8,8 +8,10 @@ from torch import Tensor
 
 from distmega.kernels.library.routing import (
     choose,
+    gather,
     sort_by_group,
     takes_ids,
+    takes_rows,
     takes_scores,
 )
 from distmega.program.ops.experts import route_values, top_k_values
@@ -92,17 +94,31 @@ def test_many_pairs_and_groups_are_sorted(num_rows, num, num_groups):
     check_sort(ids, num_groups, torch.tensor([num_rows - 77], device="cuda"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize(("num_experts", "num"), EXPERTS)
+def test_rows_are_copied(num_experts, num, num_rows, dtype):
+    torch.manual_seed(num_rows)
+    ids = torch.rand(num_rows, num_experts, device="cuda").argsort(dim=1)[:, :num].int()
+    order = check_sort(ids, num_experts, None)
+    for n in (2048, 100):
+        x = torch.randn(num_rows, n, device="cuda").to(dtype)
+        assert takes_rows(x, order)
+        assert same(gather(x, order, num), x.index_select(0, order.long() // num))
+
+
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize(("num_experts", "num"), EXPERTS)
 def test_a_captured_graph_routes_whatever_comes(num_experts, num, num_rows):
     torch.manual_seed(0)
     scores = torch.zeros(num_rows, num_experts, device="cuda", dtype=torch.bfloat16)
+    rows = torch.zeros(num_rows, 256, device="cuda", dtype=torch.bfloat16)
     used = torch.zeros(1, device="cuda", dtype=torch.int32)
 
     def routed() -> list[Tensor]:
         weights, columns = choose(scores, num, "softmax")
         sorted_pairs = sort_by_group(columns, num_experts, used)
-        return [weights, columns, *sorted_pairs]
+        return [weights, columns, *sorted_pairs, gather(rows, sorted_pairs[2], num)]
 
     routed()
     graph = torch.cuda.CUDAGraph()
@@ -110,9 +126,11 @@ def test_a_captured_graph_routes_whatever_comes(num_experts, num, num_rows):
         found = routed()
     for in_use in sorted({num_rows // 2, num_rows}):
         scores.normal_()
+        rows.normal_()
         used.fill_(in_use)
         graph.replay()
         weights, columns = top_k_values(scores, num, "softmax")
         expected = route_values(columns, num_experts, used)
+        gathered = rows.index_select(0, expected[2].long() // num)
         torch.testing.assert_close(found[0], weights, rtol=5e-6, atol=1e-12)
-        assert all(map(same, found[1:], [columns, *expected]))
+        assert all(map(same, found[1:], [columns, *expected, gathered]))

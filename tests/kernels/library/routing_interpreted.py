@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from distmega.kernels.library import routing
-from distmega.kernels.library.routing import choose, sort_by_group
+from distmega.kernels.library.routing import choose, gather, sort_by_group
 from distmega.program.ops.experts import route_values, top_k_values
 from tests.kernels.interpreting import patch_tensors
 
@@ -124,13 +124,30 @@ def strays() -> Iterator[str]:
             yield f"{used} rows in use"
 
 
+def copies_wrongly() -> Iterator[str]:
+    torch.manual_seed(2)
+    for num_rows, choices, shape in ((1, 8, (40,)), (7, 2, (3, 16)), (33, 3, (100,)), (5, 1, ())):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x = torch.randn(num_rows, *shape).to(dtype)
+            order = torch.randperm(num_rows * choices).int()
+            for numbers in (order, order.long()):
+                expected = x.index_select(0, order.long() // choices)
+                if not same(gather(x, numbers, choices), expected):
+                    yield f"gather {num_rows} {choices} {shape} {dtype}"
+    order = torch.tensor([1, -1, 9, 10, 1 << 29, 0])
+    found = gather(torch.ones(5, 8), order, 2)
+    if found[:, 0].tolist() != [1, 0, 1, 0, 0, 1]:
+        yield "rows that are not there"
+
+
 if __name__ == "__main__":
     with (
         patch.object(interpreter, "_patch_lang_tensor", patch_tensors),
         patch.object(routing, "MOST_ALONE", 128),
         patch.object(routing, "BLOCKS", {400: 64, routing.MOST_PAIRS: 256}),
         patch.object(routing, "height_of", lambda block, bins: 4),
+        patch.object(routing, "COPIED_BYTES", 64),
     ):
-        for wrong in (chooses_wrongly, sorts_wrongly, strays):
+        for wrong in (chooses_wrongly, sorts_wrongly, strays, copies_wrongly):
             for case in wrong():
                 print(case)

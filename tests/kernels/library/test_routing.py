@@ -11,21 +11,27 @@ from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.library.routing import (
     BLOCKS,
     COMPARED,
+    COPIED_BYTES,
+    COPIED_ROWS,
     LEAST_BINS,
     MOST_ALONE,
     MOST_PAIRS,
     WARP_COLUMNS,
+    WARPS,
     block_of,
     choose_columns,
+    compile_gather,
+    copy_rows,
     count_pairs,
     height_of,
     rows_of,
     sort_pairs,
     takes_ids,
+    takes_rows,
     takes_scores,
 )
 from distmega.program.builder import ProgramBuilder
-from distmega.program.ops.experts import route_values, top_k_values
+from distmega.program.ops.experts import GroupRange, route_values, top_k_values
 from tests.forked import run_module
 from tests.kernels.sm90 import REGISTERS, Machine, compile_kernel
 
@@ -88,6 +94,17 @@ def test_pairs_are_sorted_without_spills(kind: str, block: int, groups: int, alo
         assert not {"atom.global", "red.global"} & {word[:10] for word in code.ptx.split()}
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp32", 4)])
+def test_rows_are_copied_in_wide_words(dtype: str, size: int) -> None:
+    types = {"x": f"*{dtype}", "order": "*i32", "out": f"*{dtype}"}
+    types |= dict.fromkeys(("num_pairs", "num_rows", "n"), "i32")
+    constants = {"num_choices": 8, "rows": COPIED_ROWS, "columns": COPIED_BYTES // size}
+    code = compile_kernel(copy_rows, types, constants, WARPS, None, ("n",))
+    assert code.stack_bytes == 0
+    assert code.ptx.count("ld.global.v4.b32") == COPIED_ROWS
+    assert code.ptx.count("st.global.v4.b32") == COPIED_ROWS
+
+
 @pytest.mark.parametrize(
     ("num_pairs", "block"),
     [(1, 64), (65, 128), (512, 512), (513, 256), (16384, 256), (16385, 512), (MOST_PAIRS, 1024)],
@@ -103,10 +120,11 @@ def test_tensors_of_gpus_alone_are_taken_where_the_kernels_fit(
 ) -> None:
     x = torch.empty(5, 128, device="meta")
     ids = torch.empty(5, 8, dtype=torch.int32, device="meta")
+    order = torch.empty(40, dtype=torch.int32, device="meta")
 
     def taken() -> list[bool]:
         fits = takes_ids(ids, 128, None), takes_ids(ids, 128, ids[0, :1].long())
-        return [takes_scores(x, 8), *fits]
+        return [takes_scores(x, 8), *fits, takes_rows(x, order)]
 
     assert not any(taken())
     monkeypatch.setattr(routing, "has_tiles", lambda device: True)
@@ -117,9 +135,11 @@ def test_tensors_of_gpus_alone_are_taken_where_the_kernels_fit(
     numbers = ((ids, 513), (ids.short(), 128), (ids[:0], 128), (ids.repeat(1 << 14, 1), 128))
     assert not any(takes_ids(each, num, None) for each, num in numbers)
     assert not takes_ids(ids, 128, x[0, :1])
+    rows = ((x.t(), order), (x, order[::2]), (x.double(), order), (x, order.short()))
+    assert not any(takes_rows(each, other) for each, other in rows)
 
 
-def test_experts_are_chosen_and_rows_sorted_by_kernels(
+def test_experts_rows_are_chosen_sorted_and_copied_by_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a device with tiles; of others by torch, whatever the tensors."""
@@ -133,7 +153,11 @@ def test_experts_are_chosen_and_rows_sorted_by_kernels(
         calls.append(f"sort {num_groups} {num_rows is not None}")
         return route_values(ids, num_groups, num_rows)
 
-    for function in (choose, sort_by_group):
+    def gather(x: Tensor, order: Tensor, num_choices: int) -> Tensor:
+        calls.append(f"gather {num_choices}")
+        return x[order.long() // num_choices]
+
+    for function in (choose, sort_by_group, gather):
         monkeypatch.setattr(routing, function.__name__, function)
     monkeypatch.setattr(routing, "has_tiles", lambda device: True)
     assert late is device_ops.late
@@ -152,5 +176,23 @@ def test_experts_are_chosen_and_rows_sorted_by_kernels(
             results = kernels.compile(op, {})([tensors[read.tensor] for read in op.reads])
             tensors |= zip((write.tensor for write in op.writes), results, strict=True)
         found.append(tensors)
-        assert calls == ["choose 2 softmax", "sort 4 True"]
+        assert calls == ["choose 2 softmax", "sort 4 True", "gather 2"]
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize(
+    ("base", "stop", "rows", "expected"), [(0, 4, 6, True), (3, 4, 6, False), (0, 2, 6, False),
+                                           (0, 4, 3, False)]
+)  # fmt: skip
+def test_a_rank_with_a_part_of_rows_or_groups_leaves_them_to_torch(
+    monkeypatch: pytest.MonkeyPatch, base: int, stop: int, rows: int, expected: bool
+) -> None:
+    b = ProgramBuilder("rows")
+    routed = b.route(b.input("ids", (6, 2), dtype="i32"), 4)
+    _, op = b.build(b.gather_rows(b.input("x", (6, 16)), routed)).ops
+    monkeypatch.setattr(routing, "local_base", lambda *_: base)
+    monkeypatch.setattr(routing, "group_range", lambda *_: GroupRange(first=0, stop=stop, num=4))
+    monkeypatch.setattr(routing, "takes_rows", lambda *_: True)
+    monkeypatch.setattr(routing, "gather", lambda *_: "by the kernel")
+    run = compile_gather(op, {}, lambda _: ())
+    assert bool(run([torch.empty(rows, 16), torch.empty(12), torch.empty(5)])) is expected
