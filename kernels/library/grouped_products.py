@@ -64,7 +64,7 @@ TILES = {
 
 WIDE_TILES = ProductTiles(rows=16, columns=32, depth=32, warps=4, stages=2, programs=2)
 """Of f32, which tensor cores do not multiply exactly: more would not fit registers."""
-MANY_ROWS, WIDE_ROWS, MANY_MIXED_ROWS = 64, 160, 4
+MANY_ROWS, WIDE_ROWS, MANY_MIXED_ROWS = 32, 256, 4
 """Rows of a group in the mean above which the matmul kernel takes less time than the tiles above,
 its tiles of 256 columns less than those of 128, and one with a formula less than two products
 (docs/notes/experts.md).
