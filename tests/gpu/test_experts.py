@@ -254,7 +254,7 @@ def test_no_tile_is_overwritten_while_it_is_read(monkeypatch):
     """A step from one state, over and over, with as many loads under way as the ring has slots:
     before reads were fenced from the copy engine's writes, 1 launch in 50 differed.
     """
-    monkeypatch.setattr(runner, "LOADS_AHEAD", runner.STAGES)
+    monkeypatch.setattr(runner, "BATCH_LOADS_AHEAD", runner.STAGES)
     engine = open_engine(random_model("qwen3-30b-a3b", num_layers=2, vocab=32000), 16)
     stepping, found = engine.stepping, []
     assert isinstance(stepping, runner.BatchRunner)

@@ -44,6 +44,8 @@ from distmega.kernels.hopper.batch_plan.fields import (
     ALL_ROW_MAXIMA,
     ATT_WINDOW,
     BATCH,
+    BATCH_STATE_EPOCH,
+    BATCH_STATE_POSITIONS,
     BEST_WORDS,
     BY_SM,
     MAX_EPILOGUES,
@@ -62,8 +64,6 @@ from distmega.kernels.hopper.batch_plan.fields import (
     STAMP_CHOSEN,
     STAMP_END,
     STAMP_READY,
-    STATE_EPOCH,
-    STATE_POSITIONS,
 )
 from distmega.kernels.hopper.epilogues import count, count_gathers, field
 from distmega.kernels.hopper.one_row.bodies.products import address_of, write_addresses
@@ -169,7 +169,7 @@ def compute(
     LIMITED: gl.constexpr = CHOICE > SAMPLED and CHOICE < NO_CHOICE
     GATHERS: gl.constexpr = RANKS > 1 and LIMITED
     sm = gl.program_id(0)
-    epoch0 = gl.load(state + STATE_EPOCH)
+    epoch0 = gl.load(state + BATCH_STATE_EPOCH)
     it = 0
     flag = 0
     words = fetch(queue, 0)
@@ -230,7 +230,7 @@ def compute(
                         write_ids(memory.ids, step - 1, chosen, ROWS)
                     if spec.keeps_ids:  # noqa: SIM102  a constant
                         if sm == 0:
-                            write_ids(state + (STATE_POSITIONS + ROWS), 0, chosen, ROWS)
+                            write_ids(state + (BATCH_STATE_POSITIONS + ROWS), 0, chosen, ROWS)
                 else:
                     chosen = rows_given(batch, ROWS)
                 embed_task(
@@ -310,9 +310,9 @@ def compute(
             chosen = next_ids(words, memory, peers, after, sm, flag, CHOICE, RANKS, ROWS)
             write_ids(memory.ids, num_steps - 1, chosen, ROWS)
         b = gl.arange(0, ROWS, layout=gl.SliceLayout(1, BY_SM))
-        position = gl.load(state + STATE_POSITIONS + b)
-        gl.store(state + STATE_POSITIONS + b, position + num_steps)
-        gl.store(state + STATE_EPOCH, epoch0 + num_steps)
+        position = gl.load(state + BATCH_STATE_POSITIONS + b)
+        gl.store(state + BATCH_STATE_POSITIONS + b, position + num_steps)
+        gl.store(state + BATCH_STATE_EPOCH, epoch0 + num_steps)
 
 
 @gluon.jit(

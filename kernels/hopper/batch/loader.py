@@ -32,12 +32,12 @@ from distmega.kernels.hopper.batch_plan.fields import (
     ATT_V_ROW,
     ATT_WINDOW,
     BATCH,
+    BATCH_MATRIX_SHIFT,
     BATCH_PAIRED,
     GROUP_UNITS,
     LIN_NUM_TILES_K,
     LIN_PAIR_ROW,
     LIN_WEIGHT_ROW,
-    MATRIX_SHIFT,
     MAX_EPILOGUES,
     NUM_ROWS,
     NUM_UNITS,
@@ -77,7 +77,7 @@ def load_rows(words, weights, ring, it, STAGES: gl.constexpr, AHEAD: gl.constexp
                     first = gl.where(unit % 2 == 0, words[LIN_WEIGHT_ROW], words[LIN_PAIR_ROW])
                     row = first + unit // 2 * UNIT_ROWS
                 it = load_tile(
-                    weights, words[PACKED] >> MATRIX_SHIFT, row, k, ring.slots, ring.ready,
+                    weights, words[PACKED] >> BATCH_MATRIX_SHIFT, row, k, ring.slots, ring.ready,
                     ring.free, it, NUM_MATRICES, STAGES, AHEAD,
                 )
     return it
@@ -105,7 +105,7 @@ def load_steps(words, weights, ring, it, STAGES: gl.constexpr, AHEAD: gl.constex
             slot = next_slot(ring.ready, ring.free, it, STAGES, AHEAD)
             k = step % steps * 2 + half
             for i in gl.static_range(NUM_MATRICES):
-                if words[PACKED] >> MATRIX_SHIFT == i:
+                if words[PACKED] >> BATCH_MATRIX_SHIFT == i:
                     ready = ring.ready.index(slot)
                     tma_load(weights[i], [k, row0, 0], ready, halves.index(2 * slot))
                     tma_load(weights[i], [k, row1, 0], ready, halves.index(2 * slot + 1))
@@ -145,8 +145,8 @@ def load_expert_rows(
                 if (words[PACKED] & BATCH_PAIRED) != 0:
                     row = gl.where(unit % 2 == 0, first, second) + unit // 2 * UNIT_ROWS
                 it = load_tile(
-                    weights, words[PACKED] >> MATRIX_SHIFT, row + behind, k, ring.slots, ring.ready,
-                    ring.free, it, NUM_MATRICES, STAGES, AHEAD,
+                    weights, words[PACKED] >> BATCH_MATRIX_SHIFT, row + behind, k, ring.slots,
+                    ring.ready, ring.free, it, NUM_MATRICES, STAGES, AHEAD,
                 )
         group = end
     return it

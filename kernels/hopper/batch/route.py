@@ -22,12 +22,12 @@ from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.batch.team import threads_here
 from distmega.kernels.hopper.batch_plan.fields import (
     BATCH,
+    BATCH_STATE_HITS,
     BY_EXPERT,
     EXP_CHOICE,
     EXP_FIRST_OWN,
     EXP_NUM_CHOICES,
     EXP_SCORES,
-    STATE_HITS,
 )
 from distmega.kernels.hopper.ptx.device import keep, key_of
 from distmega.kernels.hopper.ptx.route import count_asm, list_asm, put_if_asm
@@ -124,7 +124,7 @@ def route_task(
     RANKS: gl.constexpr,
 ):
     """Chooses for each of `batch` rows. chosen: a Choice; opened_bar: of the loader, passed once
-    that may be written; chosen_bar: of this choice. state: see batch_words.STATE_HITS.
+    that may be written; chosen_bar: of this choice. state: see batch_words.BATCH_STATE_HITS.
     """
     NUM: gl.constexpr = EXPERTS.num_experts
     # or else what follows from them stays in registers, see threads_here
@@ -182,4 +182,5 @@ def route_task(
     cta_barrier()
     mbarrier.arrive(chosen_bar.index(0), count=1)
     if sm == 0:
-        gl.atomic_add(state + STATE_HITS, count_hits(chosen), sem="relaxed")  # waits for nothing
+        # waits for nothing
+        gl.atomic_add(state + BATCH_STATE_HITS, count_hits(chosen), sem="relaxed")

@@ -18,18 +18,18 @@ from distmega.kernels.hopper.batch_plan.proof import CHUNK
 from distmega.kernels.hopper.batch_plan.types import BatchQueues, most_partial_words
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
+    BATCH_LOADS_AHEAD,
     BATCH_STAMPS,
+    BATCH_STATE_EPOCH,
+    BATCH_STATE_HITS,
+    BATCH_STATE_POSITIONS,
+    BATCH_STATE_WORDS,
     EVENT_WORDS,
     EVENTS_AT,
-    LOADS_AHEAD,
     SEEDS_AT,
     SETTINGS,
     SETTINGS_AT,
     STAGES,
-    STATE_EPOCH,
-    STATE_HITS,
-    STATE_POSITIONS,
-    STATE_WORDS,
     pack,
 )
 from distmega.kernels.hopper.diagnosis import explain_batch_hang
@@ -129,7 +129,7 @@ class BatchRunner(HopperSteps):
         tasks = [shape.num_tasks(num_rows) for shape in queues.row_attention.each]
         tasks.append(num_rows * self._shape.num_kv_heads * self._shape.num_parts)
         self._arrivals = zeros(max(tasks), dtype=torch.int32)
-        self._state = zeros(STATE_WORDS, dtype=torch.int32)
+        self._state = zeros(BATCH_STATE_WORDS, dtype=torch.int32)
         self._ids = zeros(MAX_STEPS, num_rows, dtype=torch.int32)
         self._num_sequences = queues.batch
         self._steps = self._launcher()
@@ -207,7 +207,7 @@ class BatchRunner(HopperSteps):
         """Experts whose weights were read: of each choice those that some row chose, over all
         choices of all steps so far.
         """
-        return int(self._state[STATE_HITS])
+        return int(self._state[BATCH_STATE_HITS])
 
     def _spans(self, stamps: Stamps) -> Iterator[Span]:
         return batch_spans(self.queues, stamps, self._team_rank)
@@ -216,7 +216,7 @@ class BatchRunner(HopperSteps):
         """See HopperSteps; events and arrivals are what they ought to be after it."""
         if report := self._alarm.take():
             events = self._report[2 * EVENTS_AT : 2 * self.queues.first_word]
-            epoch, num_sms = self._state[STATE_EPOCH], len(self.queues.queues)
+            epoch, num_sms = self._state[BATCH_STATE_EPOCH], len(self.queues.queues)
             events.view(-1, EVENT_WORDS)[:, 0] = epoch * num_sms
             self._arrivals.zero_()
             raise explain_batch_hang(self.queues, report, self._alarm.limit_s, self._team_rank)
@@ -244,7 +244,7 @@ class BatchRunner(HopperSteps):
                 numbers.copy_(value)
 
     def _set_positions(self, positions: Tensor, bound: int | None = None) -> None:
-        first = STATE_POSITIONS
+        first = BATCH_STATE_POSITIONS
         copy_ids(positions, bound, out=self._state[first : first + len(positions)])
 
     def prepare(self) -> None:
@@ -320,7 +320,7 @@ class BatchRunner(HopperSteps):
             whole_slices=queues.whole_slices,
             num_ranks=queues.num_ranks,
             stages=STAGES,
-            ahead=LOADS_AHEAD,
+            ahead=BATCH_LOADS_AHEAD,
             experts=queues.experts,
             biased=self._shape.biased,
             rows=queues.rows,

@@ -20,6 +20,7 @@ from distmega.kernels.hopper.batch_plan.fields import (
     ALL_LOGITS,
     ALL_ROW_MAXIMA,
     BATCH,
+    BATCH_MATRIX_SHIFT,
     BEST_WORDS,
     BY_SM,
     COLUMNS,
@@ -28,7 +29,6 @@ from distmega.kernels.hopper.batch_plan.fields import (
     LIN_ROW0,
     LOGITS_FIRST_ID,
     LOGITS_TEAM_RANK,
-    MATRIX_SHIFT,
     MAX_SMS,
     NUM_LOGITS,
     NUM_ROWS,
@@ -92,7 +92,7 @@ def argmax_of_ranks(words, values, rows, symmetric, peers, after, sm, flag, RANK
     """
     b = gl.arange(0, BATCH, layout=gl.SliceLayout(1, BY_SM))
     if sm == 0:
-        own = words[EMB_BEST] + (words[PACKED] >> MATRIX_SHIFT) * BEST_WORDS + after + 2 * b
+        own = words[EMB_BEST] + (words[PACKED] >> BATCH_MATRIX_SHIFT) * BEST_WORDS + after + 2 * b
         sound = (b >= 0) & (read_alarm(symmetric) == NO_REPORT)
         push_words(peers, own, flagged_float(values, flag), sound, RANKS)
         push_words(peers, own + 1, flagged(words[EMB_FIRST_ID] + rows, flag), sound, RANKS)

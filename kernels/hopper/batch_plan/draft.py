@@ -21,7 +21,6 @@ from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     BEST_WORDS,
     MAX_LENGTH,
-    NOTHING,
     READY_WORDS,
     BatchInstruction,
 )
@@ -37,7 +36,7 @@ from distmega.kernels.hopper.plan.types import (
     ExpertShape,
     unfit,
 )
-from distmega.kernels.hopper.plan.words import MAX_SMS
+from distmega.kernels.hopper.plan.words import MAX_SMS, NOTHING
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.tasks.fuse import (
     Fused,

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
+    BATCH_EXPERT_COLUMNS,
+    BATCH_EXPERT_ROWS,
     BATCH_PAIRED,
-    EXPERT_COLUMNS,
-    EXPERT_ROWS,
     BatchExperts,
     BatchLinear,
 )
@@ -70,7 +70,7 @@ def find_wrong_experts(queues: BatchQueues, fused: Sequence[Fused]) -> str:
             if isinstance(each, BatchExperts):
                 last = each
                 found = found or _check_rows(each, shape, queues)
-            elif isinstance(each, BatchLinear) and each.flags & EXPERT_COLUMNS:
+            elif isinstance(each, BatchLinear) and each.flags & BATCH_EXPERT_COLUMNS:
                 slots = ops[each.name].experts
                 before = ops[last.name].experts if last else None
                 if shape is None or slots is None or before is None:
@@ -88,7 +88,7 @@ def find_wrong_experts(queues: BatchQueues, fused: Sequence[Fused]) -> str:
 
 def _check_rows(one: BatchExperts, shape: ExpertShape | None, queues: BatchQueues) -> str:
     """Of first matrices: that SMs have each unit of each expert once, however many are hit."""
-    if shape is None or not one.flags & EXPERT_ROWS:
+    if shape is None or not one.flags & BATCH_EXPERT_ROWS:
         return f"{one.name!r} takes tiles of experts that nobody chose"
     streams = 2 if one.flags & BATCH_PAIRED else 1
     if one.num_rows != shape.width * streams or shape.width % UNIT_ROWS:

@@ -13,12 +13,11 @@ from distmega.kernels.hopper.batch_plan.results import (
     take_chunks,
 )
 from distmega.kernels.hopper.batch_plan.words import (
+    BATCH_EXPERT_COLUMNS,
+    BATCH_EXPERT_ROWS,
     BATCH_PAIRED,
-    EXPERT_COLUMNS,
-    EXPERT_ROWS,
     NORM_KINDS,
     NORMED,
-    NOTHING,
     PRODUCT_TILE,
     STEP_K,
     BatchExperts,
@@ -32,7 +31,7 @@ from distmega.kernels.hopper.batch_plan.words import (
 from distmega.kernels.hopper.plan.matrices import num_units, rows_of, share, tiles_k
 from distmega.kernels.hopper.plan.segment import is_ranked
 from distmega.kernels.hopper.plan.types import unfit
-from distmega.kernels.hopper.plan.words import UNIT_ROWS
+from distmega.kernels.hopper.plan.words import NOTHING, UNIT_ROWS
 from distmega.kernels.tasks.fuse import FusedContraction
 
 
@@ -51,7 +50,7 @@ def add_contraction(draft: BatchDraft, now: int, op: FusedContraction) -> None:
     common, starts = position_product(draft, now, op)
     behind = 0
     if op.experts:
-        common["flags"] |= EXPERT_COLUMNS
+        common["flags"] |= BATCH_EXPERT_COLUMNS
         behind = first_own(draft) * rows
     units = units_of_sms(draft, op)
     if draft.splits:
@@ -183,7 +182,7 @@ def add_experts(draft: BatchDraft, now: int, op: FusedContraction) -> None:
     if name in draft.taken:
         raise unfit(f"{op.name!r}, whose result others than contractions take")
     common, starts = position_product(draft, now, op)
-    common["flags"] |= EXPERT_ROWS
+    common["flags"] |= BATCH_EXPERT_ROWS
     draft.chunk_of[name, None] = draft.chunks.take(
         ("experts", shape.width),
         min(shape.num_own, draft.batch * shape.num_chosen) * tiles_k(shape.width),

@@ -10,7 +10,6 @@ from distmega.kernels.hopper.batch_plan.draft import BatchDraft
 from distmega.kernels.hopper.batch_plan.results import plain_epilogue, position_result
 from distmega.kernels.hopper.batch_plan.types import BatchFormula
 from distmega.kernels.hopper.batch_plan.words import (
-    NOTHING,
     BatchEmbed,
     BatchGather,
     BatchPointwise,
@@ -18,7 +17,7 @@ from distmega.kernels.hopper.batch_plan.words import (
 from distmega.kernels.hopper.plan.matrices import share
 from distmega.kernels.hopper.plan.pointwise import split_operands
 from distmega.kernels.hopper.plan.types import unfit
-from distmega.kernels.hopper.plan.words import UNIT_ROWS
+from distmega.kernels.hopper.plan.words import NOTHING, UNIT_ROWS
 from distmega.kernels.tasks.fuse import FusedGather, FusedPointwise
 
 

@@ -27,8 +27,8 @@ from distmega.kernels.hopper.batch_plan.experts import (
 from distmega.kernels.hopper.batch_plan.types import BatchEpilogue, BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
+    BATCH_EXPERT_COLUMNS,
     BATCH_PAIRED,
-    EXPERT_COLUMNS,
     NORMED,
     NUMBERS,
     PRODUCT_TILE,
@@ -252,7 +252,7 @@ class _BatchProof:
         if self.queues.rows > BATCH:
             yield _Access("parts", range(1), (op.outs[0], op.norm, is_folded))
         else:
-            times = self.queues.max_hits if one.flags & EXPERT_COLUMNS else 1
+            times = self.queues.max_hits if one.flags & BATCH_EXPERT_COLUMNS else 1
             yield _Access("x", range(one.src, one.src + times * one.num_tiles_k), content)
         if is_folded:
             yield _Access("squares", range(one.squares, one.squares + 1), content)

@@ -19,9 +19,9 @@ the last one has a buffer of its own; where a step has one sum alone, ranks add 
 come in, too. proof.py proves this and the rest for each program.
 
 Experts: a BatchExperts chooses them for all rows, on each SM by itself from the same scores, and
-does the first matrices of those that some row chose; a linear with EXPERT_COLUMNS follows, for
-which these lie side by side. Room is there for as many as rows can choose. Where there are experts
-chunk 0 of the activations stays zero, in place of rows that did not choose one.
+does the first matrices of those that some row chose; a linear with BATCH_EXPERT_COLUMNS follows,
+for which these lie side by side. Room is there for as many as rows can choose. Where there are
+experts chunk 0 of the activations stays zero, in place of rows that did not choose one.
 
 Samples within limits need all logits of a sequence: each SM, done with its logits, writes them
 into every rank's memory as plain numbers, then, behind a fence, two flagged words that tell that
@@ -59,13 +59,12 @@ from distmega.kernels.hopper.batch_plan.types import (
 )
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
-    NOTHING,
     BatchAttention,
     num_computed,
 )
 from distmega.kernels.hopper.plan.matrices import Weights, num_units
 from distmega.kernels.hopper.plan.types import ITEM_BYTES, unfit
-from distmega.kernels.hopper.plan.words import MAX_SMS, NO_WINDOW, UNIT_ROWS
+from distmega.kernels.hopper.plan.words import MAX_SMS, NO_WINDOW, NOTHING, UNIT_ROWS
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.tasks.fuse import (
     Fused,

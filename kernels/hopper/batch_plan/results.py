@@ -9,12 +9,12 @@ from dataclasses import replace
 from distmega.kernels.hopper.batch_plan.draft import BatchDraft, Form
 from distmega.kernels.hopper.batch_plan.proof import CHUNK
 from distmega.kernels.hopper.batch_plan.types import BatchEpilogue
-from distmega.kernels.hopper.batch_plan.words import BATCH, BLOCK_MASK, MAX_SLOTS, NOTHING, NUMBERS
+from distmega.kernels.hopper.batch_plan.words import BATCH, BLOCK_MASK, MAX_SLOTS, NUMBERS
 from distmega.kernels.hopper.plan.matrices import tiles_k
 from distmega.kernels.hopper.plan.pointwise import MAX_CARRIED
 from distmega.kernels.hopper.plan.segment import is_ranked
 from distmega.kernels.hopper.plan.types import Kept, unfit
-from distmega.kernels.hopper.plan.words import MAX_EPILOGUES
+from distmega.kernels.hopper.plan.words import MAX_EPILOGUES, NOTHING
 from distmega.kernels.tasks.fuse import (
     IDENTITY,
     FusedContraction,

@@ -16,14 +16,13 @@ from distmega.kernels.hopper.batch_plan.types import (
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     MAX_SHAPES,
-    NOTHING,
     BatchHeads,
     BatchInstruction,
     BatchRows,
     num_computed,
 )
 from distmega.kernels.hopper.plan.types import HEAD_DIMS, ITEM_BYTES, unfit
-from distmega.kernels.hopper.plan.words import NO_WINDOW
+from distmega.kernels.hopper.plan.words import NO_WINDOW, NOTHING
 from distmega.kernels.tasks.fuse import FusedAttention, FusedRowAttention, HeadsOfRows
 from distmega.program.types import packed_strides
 

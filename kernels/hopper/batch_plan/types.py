@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
     BATCH_PAIRED,
+    BATCH_PARTIAL_EXTRA,
     EVENT_WORDS,
     EVENTS_AT,
     LEAST_KEYS,
-    NOTHING,
-    PARTIAL_EXTRA,
     PRODUCT_TILE,
     BatchInstruction,
     BatchLinear,
@@ -30,7 +29,7 @@ from distmega.kernels.hopper.plan.types import (
     Kept,
     WeightMatrix,
 )
-from distmega.kernels.hopper.plan.words import SLICE_K, VECTOR_MULTIPLE
+from distmega.kernels.hopper.plan.words import NOTHING, SLICE_K, VECTOR_MULTIPLE
 from distmega.kernels.tasks.fuse import FusedSample
 from distmega.program.expr import Expr
 
@@ -98,7 +97,7 @@ def partial_words(head_dim: int) -> int:
     """float32 words of an SM's partials of heads of so many elements, two of 8 queries or one of
     16: outputs, maxima and sums.
     """
-    return 2 * (MAX_QUERIES * SLICE_K * -(-head_dim // SLICE_K) + PARTIAL_EXTRA)
+    return 2 * (MAX_QUERIES * SLICE_K * -(-head_dim // SLICE_K) + BATCH_PARTIAL_EXTRA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from distmega.kernels.hopper.plan.types import ROW_MULTIPLE
-from distmega.kernels.hopper.plan.words import MAX_SMS, SLICE_K, bits_of, join_bits, pack_fields
+from distmega.kernels.hopper.plan.words import (
+    MAX_SMS,
+    NOTHING,
+    SLICE_K,
+    bits_of,
+    join_bits,
+    pack_fields,
+)
 from distmega.kernels.runtime.report import REPORT_WORDS
 
 BATCH = 16
@@ -36,13 +43,13 @@ EVENT_WORDS = 32
 """int32 words from one event to the next: 128 bytes."""
 STAGES = 12
 """Slots of a ring: what fits beside the sums of four units."""
-LOADS_AHEAD = 4
+BATCH_LOADS_AHEAD = 4
 """Loads under way at a time, at most."""
 BEST_WORDS = 2 * BATCH
 """Flagged words of a rank's most likely ids: of each sequence, its logit and the id."""
 READY_WORDS = 2 * MAX_SMS
 """Flagged words by which a rank's SMs tell that their logits are written, two an SM."""
-PARTIAL_EXTRA = 16
+BATCH_PARTIAL_EXTRA = 16
 """float32 words after the 8 rows of outputs of a partial: 8 maxima, 8 sums."""
 LEAST_KEYS = 128
 """Of a part of the keys, where several SMs share those of a head."""
@@ -55,27 +62,27 @@ these lie the lists of logits that may be sampled (batch/bodies/limits.py), or t
 that ranks exchange.
 """
 
-STATE_EPOCH = 0
+BATCH_STATE_EPOCH = 0
 """Word of the device state: steps run so far."""
-STATE_HITS = 16
+BATCH_STATE_HITS = 16
 """Word that SM 0 adds the number of experts to that rows choose, in each choice."""
 BATCH_STAMPS = 5
 STAMP_BEGIN, STAMP_READY, STAMP_CHOSEN, STAMP_END, STAMP_LOADED = range(BATCH_STAMPS)
 """Stamps of a traced instruction: start, all SMs done with the one before, experts chosen where it
 chooses some, end; and when the loader has asked for its last tile.
 """
-STATE_POSITIONS = 32
+BATCH_STATE_POSITIONS = 32
 """Words from here on: position of each sequence's next id; behind those of 16 sequences, or of as
 many as there are if more, the id of each whose rows of tables are taken in this step.
 """
-STATE_WORDS = STATE_POSITIONS + 2 * MAX_ROWS
+BATCH_STATE_WORDS = BATCH_STATE_POSITIONS + 2 * MAX_ROWS
 
 
-NORMED, BATCH_PAIRED, EXPERT_ROWS, EXPERT_COLUMNS = 1, 2, 4, 8
+NORMED, BATCH_PAIRED, BATCH_EXPERT_ROWS, BATCH_EXPERT_COLUMNS = 1, 2, 4, 8
 """Flags of a linear: the factor of x's norm is multiplied into the result; units of two streams
 take turns; rows, or columns, are those of the experts that rows of x choose.
 """
-IN_SHIFT, REST_SHIFT, LENGTH_SHIFT, MATRIX_SHIFT = 4, 8, 12, 26
+IN_SHIFT, REST_SHIFT, LENGTH_SHIFT, BATCH_MATRIX_SHIFT = 4, 8, 12, 26
 SLOT_MASK, REST_MASK, LENGTH_MASK = 0xF, 0xF, 0x3FFF
 """Of what shares a word with the flags: where the squares of x lie; the elements of x in whole
 slices of 64, and the rest in eighths of a slice; the matrix or, of an embedding, the rank's place.
@@ -88,8 +95,6 @@ MAX_SLOTS = SLOT_MASK + 1
 MAX_LENGTH = SLICE_K * (LENGTH_MASK + 1) - 1
 """Elements of a row."""
 NORM_KINDS = ("none", "rms_norm", "layer_norm")
-NOTHING = -1
-"""In place of an offset, where there is nothing."""
 MAX_SHAPES = 16
 """Of attention of rows over rows in one kernel."""
 
@@ -255,7 +260,7 @@ class BatchEmbed:
     @property
     def packed(self) -> int:
         """The places of a linear's."""
-        return join_bits((self.team_rank, MATRIX_SHIFT))
+        return join_bits((self.team_rank, BATCH_MATRIX_SHIFT))
 
     @property
     def numbers(self) -> int:
@@ -357,7 +362,7 @@ class BatchExperts:
     num_choices: int
     first_own: int = 0
     pair_row: int = 0
-    flags: int = EXPERT_ROWS
+    flags: int = BATCH_EXPERT_ROWS
     squares: int = 0
 
     @property
@@ -624,7 +629,7 @@ def pack_x(one: BatchLinear | BatchProduct | BatchExperts | BatchLogits) -> int:
         (one.squares, IN_SHIFT),
         (rest // ROW_MULTIPLE, REST_SHIFT),
         (slices, LENGTH_SHIFT),
-        (one.matrix, MATRIX_SHIFT),
+        (one.matrix, BATCH_MATRIX_SHIFT),
     )
 
 

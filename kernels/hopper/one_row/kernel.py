@@ -36,14 +36,14 @@ from distmega.kernels.hopper.plan.fields import (
     OP_ROUTE,
     OP_SAMPLE,
     OPCODE,
+    ROW_STATE_EPOCH,
+    ROW_STATE_ID,
+    ROW_STATE_POSITION,
+    ROW_STATE_SAMPLING,
+    ROW_STATE_SEED,
     SAMPLE_LOGITS,
     SAMPLED,
     STAMPS,
-    STATE_EPOCH,
-    STATE_ID,
-    STATE_POSITION,
-    STATE_SAMPLING,
-    STATE_SEED,
     WORDS,
 )
 from distmega.kernels.hopper.ptx.device import clock, fence_all, fetch, keep
@@ -74,9 +74,9 @@ def compute(
     EXPERTS: gl.constexpr = spec.experts
     FORMULAS: gl.constexpr = spec.formulas
     sm = gl.program_id(0)
-    position0 = begin(memory.state + STATE_POSITION, first_position)
-    epoch0 = gl.load(memory.state + STATE_EPOCH)
-    row_id = begin(memory.state + STATE_ID, first_row_id)
+    position0 = begin(memory.state + ROW_STATE_POSITION, first_position)
+    epoch0 = gl.load(memory.state + ROW_STATE_EPOCH)
+    row_id = begin(memory.state + ROW_STATE_ID, first_row_id)
     it = 0
     # within limits each rank samples by itself
     BESTS: gl.constexpr = 1 if CHOICE != GREEDY and CHOICE != SAMPLED else RANKS
@@ -121,10 +121,11 @@ def compute(
                 route_task(words, memory.symmetric, ring.sums, slots, chosen_bar, flag, EXPERTS)
             elif CHOICE != GREEDY and CHOICE != NO_CHOICE and words[OPCODE] == OP_SAMPLE:
                 # kept here, or else what follows from them takes registers from other tasks
+                settings, seed = memory.state + ROW_STATE_SAMPLING, memory.state + ROW_STATE_SEED
                 sample_task(
                     words, memory.kept + words[SAMPLE_LOGITS], team.first_id,
-                    (memory.state + STATE_SAMPLING).to(gl.pointer_type(gl.float32), bitcast=True),
-                    (memory.state + STATE_SEED).to(gl.pointer_type(gl.int64), bitcast=True),
+                    settings.to(gl.pointer_type(gl.float32), bitcast=True),
+                    seed.to(gl.pointer_type(gl.int64), bitcast=True),
                     position0 + step, memory.symmetric, team.peers, team.rank, words[DST],
                     team.best_words, keep(sm), keep(team.num_sms), flag, CHOICE, spec.sm_logits,
                     RANKS,
@@ -143,9 +144,9 @@ def compute(
         if CHOICE != NO_CHOICE:
             row_id = most_likely(memory.symmetric, team.best_words, team.num_sms, last, BESTS)
             gl.store(memory.ids + num_steps - 1, row_id)
-            gl.store(memory.state + STATE_ID, row_id)
-        gl.store(memory.state + STATE_POSITION, position0 + num_steps)
-        gl.store(memory.state + STATE_EPOCH, epoch0 + num_steps)
+            gl.store(memory.state + ROW_STATE_ID, row_id)
+        gl.store(memory.state + ROW_STATE_POSITION, position0 + num_steps)
+        gl.store(memory.state + ROW_STATE_EPOCH, epoch0 + num_steps)
 
 
 @gluon.jit(

@@ -17,23 +17,23 @@ from distmega.kernels.hopper.plan.fields import (
     ATT_K_ROW,
     ATT_SPLIT,
     ATT_V_ROW,
-    EXPERT_COLUMNS,
-    EXPERT_ROWS,
     LIN_NUM_ROWS,
     LIN_NUM_TILES_K,
     LIN_PACKED,
     LIN_PAIR_ROW,
     LIN_ROW0,
     LIN_WEIGHT_ROW,
-    MATRIX_SHIFT,
     MAX_EPILOGUES,
     MAX_SPLITS,
     NUM_UNITS,
     OP_ATTENTION,
     OP_ROUTE,
     OPCODE,
+    ROW_EXPERT_COLUMNS,
+    ROW_EXPERT_ROWS,
+    ROW_MATRIX_SHIFT,
     ROW_PAIRED,
-    STATE_POSITION,
+    ROW_STATE_POSITION,
     WINDOW,
 )
 from distmega.kernels.hopper.ptx.device import fetch, keep
@@ -138,7 +138,7 @@ def unit_row(words, unit, slots, EXPERTS: gl.constexpr):
     behind its own rows come those of the next expert, which do not count.
     """
     row = words[LIN_WEIGHT_ROW] + unit * UNIT_ROWS
-    if EXPERTS is not None and (words[LIN_PACKED] & EXPERT_ROWS) != 0:
+    if EXPERTS is not None and (words[LIN_PACKED] & ROW_EXPERT_ROWS) != 0:
         own = words[LIN_ROW0] // UNIT_ROWS + unit
         first = words[LIN_WEIGHT_ROW]
         if (words[LIN_PACKED] & ROW_PAIRED) != 0:
@@ -233,7 +233,7 @@ def loader(
     AHEAD: gl.constexpr = spec.ahead
     it = 0
     num_choices = 0
-    position0 = begin(state + STATE_POSITION, first_position)
+    position0 = begin(state + ROW_STATE_POSITION, first_position)
     words = fetch(queue, 0)
     for step in range(num_steps):
         position = position0 + step
@@ -273,7 +273,7 @@ def loader(
                 mbarrier.wait(chosen_bar.index(0), num_choices & 1)
                 num_choices += 1
             elif EXPERTS is not None and (
-                (words[OPCODE] < MAX_EPILOGUES) & ((words[LIN_PACKED] & EXPERT_COLUMNS) != 0)
+                (words[OPCODE] < MAX_EPILOGUES) & ((words[LIN_PACKED] & ROW_EXPERT_COLUMNS) != 0)
             ):
                 for unit in range(keep(words[NUM_UNITS])):
                     it = load_expert_columns(
@@ -281,7 +281,7 @@ def loader(
                         STAGES, AHEAD,
                     )  # fmt: skip
             elif words[OPCODE] < MAX_EPILOGUES:
-                matrix = words[LIN_PACKED] >> MATRIX_SHIFT
+                matrix = words[LIN_PACKED] >> ROW_MATRIX_SHIFT
                 for unit in range(keep(words[NUM_UNITS])):
                     row = unit_row(words, unit, slots, EXPERTS)
                     it = load_unit(

@@ -32,18 +32,18 @@ from distmega.kernels.hopper.plan.words import (
     KEEP_NORMED,
     LAYER_NORM,
     LIMITED,
-    LOADS_AHEAD,
     MAX_SMS,
     MIN_BLOCKS,
     NO_CHOICE,
+    ROW_LOADS_AHEAD,
+    ROW_STATE_ID,
+    ROW_STATE_POSITION,
+    ROW_STATE_SAMPLING,
+    ROW_STATE_SEED,
+    ROW_STATE_WORDS,
     SAMPLED,
     SEARCHED,
     STAMPS,
-    STATE_ID,
-    STATE_POSITION,
-    STATE_SAMPLING,
-    STATE_SEED,
-    STATE_WORDS,
 )
 from distmega.kernels.hopper.ptx.shapes import THREADS, TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.steps import MAX_STEPS, HopperSteps, require_steps
@@ -129,9 +129,9 @@ class RowRunner(HopperSteps):
         self._symmetric = self._peers[team.team_rank if team else 0]
         self._kept = torch.zeros(max(queues.num_kept, 1), device=device)
         self.logits = self._kept[queues.logits_at :][: max(queues.rank_logits, 1)]
-        self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
-        self._settings = self._state[STATE_SAMPLING:][:3].view(torch.float32)
-        self._seed = self._state[STATE_SEED:][:2].view(torch.int64)
+        self._state = torch.zeros(ROW_STATE_WORDS, dtype=torch.int32, device=device)
+        self._settings = self._state[ROW_STATE_SAMPLING:][:3].view(torch.float32)
+        self._seed = self._state[ROW_STATE_SEED:][:2].view(torch.int64)
         self._ids = torch.zeros(MAX_STEPS, dtype=torch.int32, device=device)
         limit_s = timeout_s if team else min(timeout_s, LOCAL_LIMIT_S)
         self._alarm = Alarm(self._symmetric, limit_s)
@@ -142,13 +142,13 @@ class RowRunner(HopperSteps):
     def _launch(self, tensors: Mapping[str, Tensor], stamps: Tensor | None) -> None:
         queues = self.queues
         if queues.ids:
-            self._set_number(STATE_ID, tensors, queues.ids)
+            self._set_number(ROW_STATE_ID, tensors, queues.ids)
         else:  # the input is the only row of an embedding
             self._embed = tensors[queues.embed]
             if queues.chosen:
-                self._state[STATE_ID].zero_()  # not `= 0`, which copies from the host
+                self._state[ROW_STATE_ID].zero_()  # not `= 0`, which copies from the host
         if queues.positions:
-            self._set_number(STATE_POSITION, tensors, queues.positions)
+            self._set_number(ROW_STATE_POSITION, tensors, queues.positions)
         self._first = CONTINUED
         self._set_sampling(tensors)
         self._run(1, stamps)
@@ -276,7 +276,7 @@ class RowRunner(HopperSteps):
             given=queues.num_ranks > 1 and not queues.ids,
             barriers=encoded.has_barriers,
             stages=queues.stages,
-            ahead=LOADS_AHEAD,
+            ahead=ROW_LOADS_AHEAD,
             trace=tracing,
             apart=self._shape.apart,
             softcap=self._shape.softcap,

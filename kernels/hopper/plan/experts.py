@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from distmega.kernels.hopper.plan.types import ExpertShape, RowQueues, unfit
 from distmega.kernels.hopper.plan.words import (
-    EXPERT_COLUMNS,
-    EXPERT_ROWS,
     MAX_SMS,
+    ROW_EXPERT_COLUMNS,
+    ROW_EXPERT_ROWS,
     ROW_PAIRED,
     UNIT_ROWS,
     RowLinear,
@@ -87,7 +87,7 @@ def find_wrong_slot(queues: RowQueues) -> str:
                 if not is_used:
                     return f"{one.name!r} on SM {sm} overwrites a choice that nobody has read"
                 routing, is_used = one, False
-            elif isinstance(one, RowLinear) and one.flags & (EXPERT_ROWS | EXPERT_COLUMNS):
+            elif isinstance(one, RowLinear) and one.flags & (ROW_EXPERT_ROWS | ROW_EXPERT_COLUMNS):
                 if shape is None or routing is None:
                     return f"{one.name!r} on SM {sm} takes tiles of experts that nobody chose"
                 if _last_row(one, shape) > _num_rows(one, queues):
@@ -99,14 +99,14 @@ def find_wrong_slot(queues: RowQueues) -> str:
 
 
 def _num_rows(one: RowLinear, queues: RowQueues) -> int:
-    matrix = queues.matrices[one.matrix] if one.flags & EXPERT_ROWS else queues.expert_matrix
+    matrix = queues.matrices[one.matrix] if one.flags & ROW_EXPERT_ROWS else queues.expert_matrix
     return matrix.num_rows if matrix else 0
 
 
 def _last_row(one: RowLinear, shape: ExpertShape) -> int:
     """Behind the last row that counts of the tiles of any expert."""
     last = shape.num_experts - 1
-    if one.flags & EXPERT_COLUMNS:
+    if one.flags & ROW_EXPERT_COLUMNS:
         rows = min(one.num_units * UNIT_ROWS, one.num_rows - one.row0)
         return one.weight_row + last * one.num_rows + rows
     first = max(one.weight_row, one.pair_row if one.flags & ROW_PAIRED else 0)

@@ -33,9 +33,9 @@ GROUP_UNITS = 8
 """Units of weight rows whose results are summed and written together; of several rows of x, those
 that a task multiplies by one read of it.
 """
-LOADS_AHEAD = 3
+ROW_LOADS_AHEAD = 3
 """Tiles of 16 KB that an SM asks memory for at a time: more do not come sooner."""
-LEAST_STAGES = LOADS_AHEAD
+LEAST_STAGES = ROW_LOADS_AHEAD
 """Slots of a ring, at least."""
 MIN_BLOCKS = 1
 """Blocks of 128 cached positions that a split has at least, where a context is split."""
@@ -43,23 +43,24 @@ CONTINUED = -1, -1
 """Id and position of a launch that goes on from what the state says."""
 MAX_SPLITS = 16
 """Splits of the context of one kv head, at most: what one combine task holds."""
-PARTIAL_EXTRA = 4
+ROW_PARTIAL_EXTRA = 4
 """Flagged words after the outputs of a partial: maximum, sum, two unused."""
 
 NO_WINDOW = 2**30
 """The window of an attention whose queries see all positions."""
 
-STATE_POSITION, STATE_EPOCH, STATE_ID, STATE_SAMPLING, STATE_SEED = 0, 1, 2, 4, 8
+ROW_STATE_POSITION, ROW_STATE_EPOCH, ROW_STATE_ID = 0, 1, 2
+ROW_STATE_SAMPLING, ROW_STATE_SEED = 4, 8
 """Words of the device state: position of the next step, steps run so far, the id of the next; how
 ids are sampled (one_row/bodies/sample.py), f32, and the seed, int64.
 """
-STATE_WORDS = 10
+ROW_STATE_WORDS = 10
 
 STAMPS = 4
 """Stamps of a traced instruction: start, inputs there, first group or blocks done, end."""
 
 FROM_EMBEDDING, CARRY_EMBEDDED, ROW_PAIRED, LAYER_NORM, KEEP_NORMED, CARRY_TWO = 1, 2, 4, 8, 16, 32
-EXPERT_ROWS, EXPERT_COLUMNS, X_PARTS, KEEP_X = 64, 128, 256, 512
+ROW_EXPERT_ROWS, ROW_EXPERT_COLUMNS, X_PARTS, KEEP_X = 64, 128, 256, 512
 """Linear.flags: x is the table's row of the current id; what is carried is; units of two
 streams take turns; the norm of x is a layer norm, else an rms norm; the SM normalises its rows of x
 too, where it keeps them; the epilogue takes a second vector that the SM keeps. x is the sum of as
@@ -69,7 +70,7 @@ AT_POSITION, BIASED = 4, 8
 """Pointwise.flags, besides FROM_EMBEDDING and CARRY_EMBEDDED: the table's row is that of the
 position, else of the id; a bias lies behind the norm's weight.
 """
-DELTA_SHIFT, MATRIX_SHIFT = 10, 24
+DELTA_SHIFT, ROW_MATRIX_SHIFT = 10, 24
 """Of Linear.flag_delta, 14 bits with a sign, and Linear.matrix in the word that they share with the
 flags.
 """
@@ -125,10 +126,10 @@ class RowLinear:
     many units as of any matrix of so many rows. With CARRY_TWO, pair_row is the second vector that
     the epilogue takes.
 
-    With EXPERT_ROWS, weight_row and pair_row are the first rows of the first expert, and row0 tells
-    which slots the units are of (types.ExpertShape). With EXPERT_COLUMNS, each slice of columns is
-    that of its slot's expert, the matrix is RowQueues.expert_matrix, weight_row is of the first
-    expert, and num_rows rows lie between an expert and the next.
+    With ROW_EXPERT_ROWS, weight_row and pair_row are the first rows of the first expert, and row0
+    tells which slots the units are of (types.ExpertShape). With ROW_EXPERT_COLUMNS, each slice of
+    columns is that of its slot's expert, the matrix is RowQueues.expert_matrix, weight_row is of
+    the first expert, and num_rows rows lie between an expert and the next.
     """
 
     opcode: int
@@ -154,8 +155,8 @@ class RowLinear:
     @property
     def packed(self) -> int:
         """flags, flag_delta and matrix in one word."""
-        delta = signed_bits(self.flag_delta, MATRIX_SHIFT - DELTA_SHIFT)
-        return join_bits((self.flags, 0), (delta, DELTA_SHIFT), (self.matrix, MATRIX_SHIFT))
+        delta = signed_bits(self.flag_delta, ROW_MATRIX_SHIFT - DELTA_SHIFT)
+        return join_bits((self.flags, 0), (delta, DELTA_SHIFT), (self.matrix, ROW_MATRIX_SHIFT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +259,8 @@ class RowSample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRoute:
     """The choice of experts from num_words scores, f32 in flagged words from src on, for the
-    instructions with EXPERT_ROWS or EXPERT_COLUMNS of this SM that follow, of which there is one at
-    least. The loader waits there until it is made.
+    instructions with ROW_EXPERT_ROWS or ROW_EXPERT_COLUMNS of this SM that follow, of which there
+    is one at least. The loader waits there until it is made.
     """
 
     name: str
@@ -304,8 +305,8 @@ class RowPointwise:
     @property
     def packed(self) -> int:
         """flags and flag_delta in one word."""
-        delta = signed_bits(self.flag_delta, MATRIX_SHIFT - DELTA_SHIFT)
-        return join_bits((self.flags, 0), (delta, DELTA_SHIFT), (0, MATRIX_SHIFT))
+        delta = signed_bits(self.flag_delta, ROW_MATRIX_SHIFT - DELTA_SHIFT)
+        return join_bits((self.flags, 0), (delta, DELTA_SHIFT), (0, ROW_MATRIX_SHIFT))
 
     @property
     def eps_bits(self) -> int:

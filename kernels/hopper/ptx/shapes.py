@@ -26,7 +26,7 @@ WORDS_A_CHUNK = gl.constexpr(512)
 """Flagged words (bf16 pairs) in TILE_K elements of x."""
 STAGE_CHUNKS = gl.constexpr(words.STAGE_CHUNKS)
 VECTOR_MULTIPLE = gl.constexpr(words.VECTOR_MULTIPLE)
-PARTIAL_EXTRA = gl.constexpr(words.PARTIAL_EXTRA)
+ROW_PARTIAL_EXTRA = gl.constexpr(words.ROW_PARTIAL_EXTRA)
 """Words after the d outputs of a partial: maximum, sum, two unused."""
 
 TILE_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-from distmega.kernels.hopper.plan.words import PARTIAL_EXTRA, TILE_K
+from distmega.kernels.hopper.plan.words import ROW_PARTIAL_EXTRA, TILE_K
 from distmega.kernels.runtime.report import REPORT_ALARM, REPORT_FIRST, REPORT_LIMIT
 
 CHECK_POLLS = 16
@@ -150,7 +150,7 @@ def row_loads(head_dim: int, size: int) -> tuple[tuple[int, int, int], ...]:
 @constexpr_function
 def partial_loads(head_dim: int) -> tuple[tuple[int, int, int], ...]:
     """Two words at either pointer, of four rows."""
-    return tuple((i, j * (head_dim + PARTIAL_EXTRA), j) for j in range(4) for i in (0, 1))
+    return tuple((i, j * (head_dim + ROW_PARTIAL_EXTRA), j) for j in range(4) for i in (0, 1))
 
 
 @constexpr_function

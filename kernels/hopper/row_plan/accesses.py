@@ -14,8 +14,8 @@ from distmega.kernels.hopper.plan.words import (
     EMBEDDED,
     FROM_EMBEDDING,
     MAX_SMS,
-    PARTIAL_EXTRA,
     ROW_PAIRED,
+    ROW_PARTIAL_EXTRA,
     UNIT_ROWS,
     X_PARTS,
     Instruction,
@@ -85,7 +85,7 @@ def reads(one: Instruction, queues: RowQueues) -> Iterator[Read]:
                 yield Read(words=words, generation=one.generation, always=split0)
         case RowCombine():
             assert queues.attention is not None
-            stride = queues.attention.head_dim + PARTIAL_EXTRA
+            stride = queues.attention.head_dim + ROW_PARTIAL_EXTRA
             for split in range(one.max_splits):
                 first = one.partial + (one.head * one.max_splits + split) * stride
                 words = range(first, first + stride)
@@ -150,7 +150,7 @@ def writes(one: Instruction, queues: RowQueues, sm: int) -> Iterator[Write]:
             yield from _linear_writes(one, queues, sm)
         case RowAttention():
             assert queues.attention is not None
-            stride = queues.attention.head_dim + PARTIAL_EXTRA
+            stride = queues.attention.head_dim + ROW_PARTIAL_EXTRA
             for query in range(one.query0, one.query0 + queues.attention.num_queries):
                 row = one.partial + (query * one.max_splits + one.split) * stride
                 yield Write(words=range(row, row + stride), generation=one.generation)

@@ -11,7 +11,7 @@ from distmega.kernels.hopper.plan.words import (
     MAX_SPLITS,
     NO_WINDOW,
     NOTHING,
-    PARTIAL_EXTRA,
+    ROW_PARTIAL_EXTRA,
     RowAttention,
     RowCombine,
 )
@@ -28,7 +28,7 @@ def add_attention(draft: RowDraft, nth: int, op: FusedAttention) -> None:
     sources = {draft.made[draft.storage(name)].generation for name in (op.q, op.k, op.v)}
     if sources != {generation}:
         raise unfit(f"{op.name!r}, which is not of the generation of its queries")
-    words = s.num_heads * max_splits(draft) * (s.head_dim + PARTIAL_EXTRA)
+    words = s.num_heads * max_splits(draft) * (s.head_dim + ROW_PARTIAL_EXTRA)
     partial = draft.reserve(f"partial {kind}", words)
     dst = draft.reserve(kind, s.num_heads * s.head_dim // 2)
     draft.made[op.out] = Made(dst, generation, s.num_heads * s.head_dim, 0, NOTHING)

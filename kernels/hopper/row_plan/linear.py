@@ -12,14 +12,14 @@ from distmega.kernels.hopper.plan.types import Epilogue, unfit
 from distmega.kernels.hopper.plan.words import (
     CARRY_EMBEDDED,
     CARRY_TWO,
-    EXPERT_COLUMNS,
-    EXPERT_ROWS,
     FROM_EMBEDDING,
     KEEP_NORMED,
     KEEP_X,
     LAYER_NORM,
     MAX_SMS,
     NOTHING,
+    ROW_EXPERT_COLUMNS,
+    ROW_EXPERT_ROWS,
     ROW_PAIRED,
     UNIT_ROWS,
     X_PARTS,
@@ -127,7 +127,7 @@ def flags_of(draft: RowDraft, op: FusedContraction) -> int:
     flags |= LAYER_NORM if op.norm and op.norm.kind == "layer_norm" else 0
     flags |= X_PARTS if op.x in draft.deferred else 0
     if op.experts:
-        flags |= EXPERT_ROWS if is_weighted(op) else EXPERT_COLUMNS
+        flags |= ROW_EXPERT_ROWS if is_weighted(op) else ROW_EXPERT_COLUMNS
     return flags
 
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from distmega.kernels.gemm.device import start
 from distmega.kernels.gemm.times.tile_times import Tiles
 from distmega.kernels.hopper.batch.bodies.limits import list_words
-from distmega.kernels.hopper.batch_plan.words import BATCH, STATE_POSITIONS
+from distmega.kernels.hopper.batch_plan.words import BATCH, BATCH_STATE_POSITIONS
 from distmega.kernels.hopper.one_row.runner import RowRunner
 from distmega.models.sampling import GREEDY, Method
 from tests.kernels import offline
@@ -85,12 +85,12 @@ def test_a_batched_step_begins_with_one_op_a_thing_that_it_is_told(monkeypatch):
     assert runner._best_rows[:3, 0].tolist() == [5, 0, 7]
     assert runner._bests[:, 0].eq(0).all()
     assert runner._bests[:, 1:].eq(-math.inf).all()
-    assert runner._state[STATE_POSITIONS:][:3].tolist() == [1, 2, 3]
+    assert runner._state[BATCH_STATE_POSITIONS:][:3].tolist() == [1, 2, 3]
     runner._bests.fill_(1.0)
     runner.start([9, 8], [4, 5])
     assert runner._bests[:, 0].eq(0).all()
     assert runner._best_rows[:2, 0].tolist() == [9, 8]
-    assert runner._state[STATE_POSITIONS:][:3].tolist() == [4, 5, 3]
+    assert runner._state[BATCH_STATE_POSITIONS:][:3].tolist() == [4, 5, 3]
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,11 @@ from distmega.kernels.hopper.batch_plan.fields import (
     ATT_V_SRC,
     ATT_WINDOW,
     BATCH,
+    BATCH_PARTIAL_EXTRA,
+    BATCH_STATE_POSITIONS,
     DST,
     NUM_ROWS,
-    PARTIAL_EXTRA,
     SRC,
-    STATE_POSITIONS,
 )
 from distmega.kernels.hopper.one_row.loader import first_seen
 from distmega.kernels.hopper.ptx.device import bf16_pair, fence_all, join_lanes, keep
@@ -78,7 +78,7 @@ def blocks_of(state, sequence, step, window):
     """The first block of cached positions that a sequence's query sees, and how many from there on;
     one, all masked, where it sees none.
     """
-    position = gl.load(state + STATE_POSITIONS + sequence) + step
+    position = gl.load(state + BATCH_STATE_POSITIONS + sequence) + step
     first = first_seen(position, window) // TILE_ROWS
     return first, gl.maximum((position + TILE_ROWS - 1) // TILE_ROWS - first, 1)
 
@@ -171,7 +171,7 @@ def first_piece_of_many(
     piece costs besides, to leave it and to sum up, takes longer.
     """
     s = gl.arange(0, ROWS, layout=in_each_warp(ROWS, WARPS))
-    position = gl.load(state + STATE_POSITIONS + s) + step
+    position = gl.load(state + BATCH_STATE_POSITIONS + s) + step
     first = first_seen(position, window) // TILE_ROWS
     num = gl.maximum((position + TILE_ROWS - 1) // TILE_ROWS - first, 1)
     num = gl.where(s < batch, num, 0)
@@ -448,7 +448,7 @@ def store_partial(partials, slot, y, highest, sums, h: gl.constexpr, D: gl.const
     OUT: gl.constexpr = gl.SliceLayout(0, WARP_SUM)
     r = gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, OUT))
     c = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, OUT)), 0)
-    base = partials + slot * (GROUP_LIMIT * D + PARTIAL_EXTRA)
+    base = partials + slot * (GROUP_LIMIT * D + BATCH_PARTIAL_EXTRA)
     gl.store(base + gl.expand_dims(r, 1) * D + h * 64 + c, y)
     if h == 0:
         gl.store(base + GROUP_LIMIT * D + r, highest)
@@ -465,7 +465,7 @@ def load_partial(partials, first_sm, i, num, D: gl.constexpr, OUT: gl.constexpr)
     r = gl.arange(0, GROUP_LIMIT, layout=gl.SliceLayout(1, OUT))
     c = gl.arange(0, SPAN, layout=gl.SliceLayout(0, OUT))
     slot = (first_sm + i) * 2 + gl.where(i == 0, 1, 0)
-    base = partials + slot * (GROUP_LIMIT * WIDTH + PARTIAL_EXTRA)
+    base = partials + slot * (GROUP_LIMIT * WIDTH + BATCH_PARTIAL_EXTRA)
     extra = base + GROUP_LIMIT * WIDTH + r
     there = (r >= 0) & (i < num)
     inside = gl.expand_dims(c < WIDTH, 0) & gl.expand_dims(there, 1)
@@ -686,10 +686,10 @@ def attention_task(
     GROUP: gl.constexpr = spec.num_heads // KVH
     sharing = gl.minimum(total, num_sms)
     if asks_ahead(spec):
-        position = gl.load(state + STATE_POSITIONS + sequence) + step
+        position = gl.load(state + BATCH_STATE_POSITIONS + sequence) + step
         asked = ask_piece(words, memory, sequence, head, position, spec)
     while left > 0:
-        position = gl.load(state + STATE_POSITIONS + sequence) + step
+        position = gl.load(state + BATCH_STATE_POSITIONS + sequence) + step
         _, num_blocks = blocks_of(state, sequence, step, words[ATT_WINDOW])
         first = first_seen(position, words[ATT_WINDOW])
         num = gl.minimum(left, num_blocks - block)
@@ -711,7 +711,7 @@ def attention_task(
                 b = b.to(gl.bfloat16)
                 store_halves(qs, a, b, D)
                 then = gl.minimum(gl.where(head + 1 == HEADS, sequence + 1, sequence), batch - 1)
-                then_at = gl.load(state + STATE_POSITIONS + then) + step
+                then_at = gl.load(state + BATCH_STATE_POSITIONS + then) + step
                 then_head = gl.where(head + 1 == HEADS, 0, head + 1)
                 asked = ask_piece(words, memory, then, then_head, then_at, spec)
             else:

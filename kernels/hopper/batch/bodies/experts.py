@@ -20,11 +20,11 @@ from distmega.kernels.hopper.batch.route import (
 )
 from distmega.kernels.hopper.batch_plan.fields import (
     BATCH,
+    BATCH_EXPERT_COLUMNS,
+    BATCH_EXPERT_ROWS,
     BATCH_PAIRED,
     COLUMNS,
     DST,
-    EXPERT_COLUMNS,
-    EXPERT_ROWS,
     GROUP_UNITS,
     HALF_CHUNK,
     LIN_NUM_TILES_K,
@@ -53,13 +53,13 @@ def tiles_of(experts):
 @gluon.jit
 def is_of_rows(words):
     """Whether an instruction chooses experts and does their first matrices."""
-    return (words[PACKED] & EXPERT_ROWS) != 0
+    return (words[PACKED] & BATCH_EXPERT_ROWS) != 0
 
 
 @gluon.jit
 def is_of_columns(words):
     """Whether an instruction does the last matrices of experts."""
-    return (words[PACKED] & EXPERT_COLUMNS) != 0
+    return (words[PACKED] & BATCH_EXPERT_COLUMNS) != 0
 
 
 @gluon.jit

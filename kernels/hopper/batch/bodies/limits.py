@@ -14,12 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
 from distmega.kernels.hopper.batch_plan.fields import (
+    BATCH_STATE_POSITIONS,
     MAX_SMS,
     NUM_ROWS,
     SEEDS_AT,
     SETTINGS,
     SETTINGS_AT,
-    STATE_POSITIONS,
 )
 from distmega.kernels.hopper.one_row.bodies.sample import PROBES, add, add_pairs, gumbel
 from distmega.kernels.hopper.one_row.bodies.sample_all import NEVER_SAMPLED
@@ -318,7 +318,7 @@ def sample_within_limits(
             keep(num_sms),
             sampling + b * SETTINGS,
             gl.load(symmetric + SEEDS_AT + b),
-            gl.load(state + STATE_POSITIONS + b) + step,
+            gl.load(state + BATCH_STATE_POSITIONS + b) + step,
             symmetric + keep(sample_words) + b * size,
             RANKS,
         )

@@ -18,6 +18,7 @@ from distmega.kernels.hopper.batch.bodies.norms import (
 )
 from distmega.kernels.hopper.batch.device import of_rows
 from distmega.kernels.hopper.batch_plan.fields import (
+    BATCH_STATE_POSITIONS,
     BY_SM,
     DST,
     LIN_NEXT_NORM,
@@ -36,7 +37,6 @@ from distmega.kernels.hopper.batch_plan.fields import (
     POINT_TABLE,
     POINT_WEIGHT,
     SRC,
-    STATE_POSITIONS,
 )
 from distmega.kernels.hopper.epilogues import count, field
 from distmega.kernels.hopper.ptx.device import keep, single
@@ -84,9 +84,9 @@ def scale_of(source, length, eps, NORM: gl.constexpr):
 def table_row(words, vectors, state, b, step, ROWS: gl.constexpr):
     """Where the row of a table begins: the id's or the position's of sequence b."""
     if words[POINT_BY_POSITION] != 0:
-        index = gl.load(state + STATE_POSITIONS + b) + step
+        index = gl.load(state + BATCH_STATE_POSITIONS + b) + step
     else:
-        index = gl.load(state + (STATE_POSITIONS + ROWS) + b, cache_modifier=".cg")
+        index = gl.load(state + (BATCH_STATE_POSITIONS + ROWS) + b, cache_modifier=".cg")
     first = words[POINT_TABLE].to(gl.int64) * VECTOR_MULTIPLE
     return vectors + (first + index.to(gl.int64) * words[NUM_ROWS])
 

@@ -23,6 +23,7 @@ from distmega.kernels.hopper.batch.bodies.wide import LEFT, MMA2, OF_POSITIONS, 
 from distmega.kernels.hopper.batch.device import of_rows, pair_index
 from distmega.kernels.hopper.batch_plan.fields import (
     BATCH,
+    BATCH_STATE_POSITIONS,
     DST,
     HEADS_K_DST,
     HEADS_K_NORM,
@@ -50,7 +51,6 @@ from distmega.kernels.hopper.batch_plan.fields import (
     ROWS_V_ROWS,
     ROWS_V_SRC,
     SRC,
-    STATE_POSITIONS,
 )
 from distmega.kernels.hopper.epilogues import count
 from distmega.kernels.hopper.plan.fields import LOG2_E
@@ -129,7 +129,7 @@ def heads_task(
         of_key = words[HEADS_K_SRC] + row * words[HEADS_K_ROWS] + (head - H) * D
         of_value = words[HEADS_V_SRC] + row * words[HEADS_V_ROWS] + (head - H - KVH) * D
         at = memory.numbers + gl.where(is_query, of_query, gl.where(is_key, of_key, of_value))
-        position = gl.load(state + STATE_POSITIONS + row) + step
+        position = gl.load(state + BATCH_STATE_POSITIONS + row) + step
         changes = is_query | is_key
         x = gl.load(at + column, mask=mine, other=0.0, cache_modifier=".cg")
         y = x
@@ -253,7 +253,7 @@ def rows_task(
         query0 = number % tasks % blocks * BATCH
         row, _ = row_and_head(query0, kv_head, SHAPE, OF_QUERIES)
         is_row = row < batch
-        position = gl.load(state + STATE_POSITIONS + row, mask=is_row, other=0) + step
+        position = gl.load(state + BATCH_STATE_POSITIONS + row, mask=is_row, other=0) + step
         if SHAPE.num_queries > 0:
             first = row // SHAPE.num_queries * SHAPE.num_keys
             last = first + SHAPE.num_keys - 1

@@ -12,6 +12,7 @@ from distmega.kernels.gluon_compat import cta_barrier
 from distmega.kernels.hopper.batch.bodies.limits import NO_ROW, columns_of, item_numbers
 from distmega.kernels.hopper.batch_plan.fields import (
     BATCH,
+    BATCH_STATE_POSITIONS,
     LIN_ROW0,
     LOGITS_FIRST_ID,
     MAX_SMS,
@@ -20,7 +21,6 @@ from distmega.kernels.hopper.batch_plan.fields import (
     SEEDS_AT,
     SETTINGS,
     SETTINGS_AT,
-    STATE_POSITIONS,
 )
 from distmega.kernels.hopper.one_row.bodies.sample import gumbel
 from distmega.kernels.hopper.ptx.device import keep
@@ -79,7 +79,7 @@ def sample_ids(
         ahead, _ = load_own(words, logits, gl.minimum(b + 1, batch - 1), ROWS)
         temperature = gl.load(settings + b * SETTINGS)
         least = gl.load(settings + b * SETTINGS + 1)
-        position = gl.load(state + STATE_POSITIONS + b) + step
+        position = gl.load(state + BATCH_STATE_POSITIONS + b) + step
         noise = gumbel(first_id + row, position, gl.load(symmetric + SEEDS_AT + b))
         sampled = gl.where(x >= least, x + temperature * noise, float("-inf"))
         own, own_row = gl.reduce((sampled, row), 0, better)

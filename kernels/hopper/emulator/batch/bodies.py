@@ -17,7 +17,6 @@ from distmega.kernels.hopper.batch_plan.words import (
     BEST_WORDS,
     NORM_KINDS,
     NORMED,
-    NOTHING,
     PRODUCT_TILE,
     STEP_K,
     BatchEmbed,
@@ -48,6 +47,7 @@ from distmega.kernels.hopper.emulator.numbers import (
 )
 from distmega.kernels.hopper.plan.words import (
     MAX_SMS,
+    NOTHING,
     SLICE_K,
     TILE_K,
     UNIT_ROWS,

@@ -1,9 +1,9 @@
 """Experts of up to 16 rows: their choice by the compute warps, their tiles, and what becomes of
 their products.
 
-In: an SM and a BatchExperts, or a linear with EXPERT_COLUMNS. Out: the experts hit with their rows
-in shared memory, activations. Mirrors batch/route.py and batch/bodies/experts.py. Next on the walk:
-bodies.py.
+In: an SM and a BatchExperts, or a linear with BATCH_EXPERT_COLUMNS. Out: the experts hit with their
+rows in shared memory, activations. Mirrors batch/route.py and batch/bodies/experts.py. Next on the
+walk: bodies.py.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ import numpy.typing as npt
 from distmega.kernels.hopper.batch_plan.experts import share_of_hits
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
+    BATCH_EXPERT_COLUMNS,
     BATCH_PAIRED,
-    EXPERT_COLUMNS,
-    STATE_HITS,
+    BATCH_STATE_HITS,
     BatchExperts,
     BatchLinear,
     BatchLogits,
@@ -70,7 +70,7 @@ def route(sm: BatchSm, one: BatchExperts) -> None:
     sm.hit_weights = weights.T[hits]
     sm.choose(hits.tolist())
     if sm.sm == 0:
-        word = np.array([STATE_HITS])
+        word = np.array([BATCH_STATE_HITS])
         sm.store(gpu.state, word, gpu.state.read(sm.compute, word) + len(hits))
 
 
@@ -96,7 +96,7 @@ def tiles_of(
 ) -> Iterator[Tile]:
     """Tiles of a group in the order in which the loader brings them."""
     shape = sm.gpu.queues.experts
-    if isinstance(one, BatchLinear) and one.flags & EXPERT_COLUMNS:
+    if isinstance(one, BatchLinear) and one.flags & BATCH_EXPERT_COLUMNS:
         for expert in sm.experts:
             for k in range(one.num_tiles_k):
                 for unit in group.units:
@@ -119,7 +119,7 @@ def tiles_of(
 
 def num_chunks(sm: BatchSm, one: BatchLinear | BatchExperts | BatchLogits) -> int:
     """Of 1024 columns of x."""
-    is_columns = isinstance(one, BatchLinear) and one.flags & EXPERT_COLUMNS
+    is_columns = isinstance(one, BatchLinear) and one.flags & BATCH_EXPERT_COLUMNS
     return one.num_tiles_k * (len(sm.experts) if is_columns else 1)
 
 
@@ -132,7 +132,7 @@ def x_of(
     first, counted = one.src, None
     if isinstance(one, BatchExperts):
         counted = sm.hit_rows[group.hit]
-    elif isinstance(one, BatchLinear) and one.flags & EXPERT_COLUMNS:
+    elif isinstance(one, BatchLinear) and one.flags & BATCH_EXPERT_COLUMNS:
         counted = sm.hit_rows[chunk // one.num_tiles_k]
     x = sm.columns((first + chunk) * TILE_K, TILE_K)
     if counted is None:

@@ -17,15 +17,15 @@ from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.batch_plan.types import BatchQueues, most_partial_words
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
+    BATCH_LOADS_AHEAD,
     BATCH_PAIRED,
+    BATCH_STATE_EPOCH,
+    BATCH_STATE_HITS,
+    BATCH_STATE_POSITIONS,
+    BATCH_STATE_WORDS,
     BEST_WORDS,
-    LOADS_AHEAD,
     PRODUCT_TILE,
     STAGES,
-    STATE_EPOCH,
-    STATE_HITS,
-    STATE_POSITIONS,
-    STATE_WORDS,
     STEP_K,
     BatchEmbed,
     BatchExperts,
@@ -111,7 +111,7 @@ def emulate_batch(
         gpu.peers = gpus
     sms = [
         [
-            BatchSm(gpu, sm, compute_warps, loader_warp, STAGES, LOADS_AHEAD)
+            BatchSm(gpu, sm, compute_warps, loader_warp, STAGES, BATCH_LOADS_AHEAD)
             for sm, (compute_warps, loader_warp) in enumerate(
                 zip(agents.computes[gpu.rank], agents.loaders[gpu.rank], strict=True)
             )
@@ -153,7 +153,7 @@ def _gpu(rank: int, one: BatchArenas, order: Interleaving, agents: Agents) -> Ba
         embed=views[queues.embed].float().numpy() if queues.ids else none,
         rope=views[queues.rope_table].float().numpy() if queues.rope_table else none,
         words=FlaggedWords(order, rank, agents.computes[rank], queues.first_list),
-        state=PlainData("the state's word", rank, np.zeros(STATE_WORDS, np.int64)),
+        state=PlainData("the state's word", rank, np.zeros(BATCH_STATE_WORDS, np.int64)),
         cache=PlainData("cached element", rank, numbers_of(one.state_arena).copy()),
         host=agents.hosts[rank],
         events=[Event(order, rank, number, num) for number in range(len(queues.queues[0]))],
@@ -196,7 +196,7 @@ def _host(
             BatchFound(
                 outputs=outputs,
                 ids=tuple(ids) if queues.chosen else (),
-                num_hits=int(gpu.state.values[STATE_HITS]),
+                num_hits=int(gpu.state.values[BATCH_STATE_HITS]),
             )
         )
 
@@ -228,7 +228,7 @@ def _prepare(gpu: BatchGpu, given: BatchLaunch) -> None:
         gpu.embed = given.inputs[queues.embed].reshape(queues.batch, -1).float().numpy()
     if queues.positions in given.inputs:
         positions = given.inputs[queues.positions].reshape(-1).numpy()
-        at = STATE_POSITIONS + np.arange(len(positions))
+        at = BATCH_STATE_POSITIONS + np.arange(len(positions))
         gpu.state.values[at] = positions
         gpu.state.writer[at], gpu.state.tick[at] = gpu.host.number, gpu.host.tick()
     for each in queues.given:
@@ -287,7 +287,7 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
     instruction i of step s exchanges over ranks is flagged s * instructions + i + 1.
     """
     gpu, queues = sm.gpu, sm.gpu.queues
-    epoch0 = int(gpu.state.read(sm.compute, np.array([STATE_EPOCH]))[0])
+    epoch0 = int(gpu.state.read(sm.compute, np.array([BATCH_STATE_EPOCH]))[0])
     num, num_sms = len(sm.queue), gpu.num_sms
     yield RAN
     for step in range(num_steps):
@@ -308,7 +308,7 @@ def compute(sm: BatchSm, num_steps: int) -> Steps:
                         if sm.sm == 0 and step:
                             gpu.ids[step - 1] = chosen
                     if sm.sm == 0 and queues.keeps_ids:
-                        at = STATE_POSITIONS + queues.rows + np.arange(queues.rows)
+                        at = BATCH_STATE_POSITIONS + queues.rows + np.arange(queues.rows)
                         sm.store(gpu.state, at, np.array(chosen))
                     yield from embed(sm, one, chosen, flag)
                 case BatchGather():
@@ -352,6 +352,6 @@ def end(sm: BatchSm, epoch0: int, num_steps: int) -> Generator[Key, None, None]:
         after = gpu.queues.num_ranks * BEST_WORDS
         flag = (epoch0 + num_steps) * num
         gpu.ids[num_steps - 1] = yield from next_ids(sm, first, after, flag)
-    at = STATE_POSITIONS + np.arange(gpu.rows)
+    at = BATCH_STATE_POSITIONS + np.arange(gpu.rows)
     sm.store(gpu.state, at, gpu.state.read(sm.compute, at) + num_steps)
-    sm.store(gpu.state, np.array([STATE_EPOCH]), np.array([epoch0 + num_steps]))
+    sm.store(gpu.state, np.array([BATCH_STATE_EPOCH]), np.array([epoch0 + num_steps]))

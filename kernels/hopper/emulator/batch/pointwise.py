@@ -7,8 +7,7 @@ import numpy as np
 from distmega.kernels.hopper.batch_plan.types import BatchFormula
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
-    NOTHING,
-    STATE_POSITIONS,
+    BATCH_STATE_POSITIONS,
     BatchPointwise,
 )
 from distmega.kernels.hopper.emulator.batch.bodies import norm_vector
@@ -21,7 +20,7 @@ from distmega.kernels.hopper.emulator.numbers import (
     normalised,
     to_bf16,
 )
-from distmega.kernels.hopper.plan.words import VECTOR_MULTIPLE
+from distmega.kernels.hopper.plan.words import NOTHING, VECTOR_MULTIPLE
 
 
 def pointwise(sm: BatchSm, one: BatchPointwise, step: int) -> Steps:
@@ -66,5 +65,5 @@ def table_index(sm: BatchSm, one: BatchPointwise, b: int, step: int) -> int:
     """The row of a table that sequence b takes."""
     state = sm.gpu.state
     if one.by_position:
-        return int(state.read(sm.compute, np.array([STATE_POSITIONS + b]))[0]) + step
-    return int(state.read(sm.compute, np.array([STATE_POSITIONS + sm.gpu.rows + b]))[0])
+        return int(state.read(sm.compute, np.array([BATCH_STATE_POSITIONS + b]))[0]) + step
+    return int(state.read(sm.compute, np.array([BATCH_STATE_POSITIONS + sm.gpu.rows + b]))[0])

@@ -11,8 +11,7 @@ import numpy as np
 from distmega.kernels.hopper.batch_plan.types import RowAttentionShape
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
-    NOTHING,
-    STATE_POSITIONS,
+    BATCH_STATE_POSITIONS,
     BatchHeads,
     BatchRows,
 )
@@ -20,6 +19,7 @@ from distmega.kernels.hopper.emulator.batch.bodies import norm_vector
 from distmega.kernels.hopper.emulator.batch.sm import BatchSm
 from distmega.kernels.hopper.emulator.interleaving import RAN, Steps
 from distmega.kernels.hopper.emulator.numbers import Floats, Indices, to_bf16
+from distmega.kernels.hopper.plan.words import NOTHING
 
 
 def shape_of(sm: BatchSm, one: BatchHeads | BatchRows) -> RowAttentionShape:
@@ -42,7 +42,7 @@ def prepare_heads(sm: BatchSm, one: BatchHeads, step: int) -> Steps:
             (one.v_src, one.v_rows, NOTHING),
         )[kind]
         x = sm.load(gpu.numbers, src + row * length + own * dim + column)
-        at = int(gpu.state.read(sm.compute, np.array([STATE_POSITIONS + row]))[0]) + step
+        at = int(gpu.state.read(sm.compute, np.array([BATCH_STATE_POSITIONS + row]))[0]) + step
         if kind < 2 and shape.normed:
             factor = 1 / np.sqrt((x * x).mean(dtype=np.float32) + np.float32(gpu.queues.eps))
             x = x * factor.astype(np.float32) * norm_vector(sm, norm, dim)
@@ -72,7 +72,7 @@ def attend_rows(sm: BatchSm, one: BatchRows, step: int) -> Steps:
         queries = block * BATCH + np.arange(BATCH)
         rows, heads = np.divmod(queries[queries < batch * shape.group], shape.group)
         heads += kv_head * shape.group
-        at = gpu.state.read(sm.compute, STATE_POSITIONS + rows).astype(np.int64) + step
+        at = gpu.state.read(sm.compute, BATCH_STATE_POSITIONS + rows).astype(np.int64) + step
         start, stop = seen_keys(one, shape, rows, at)
         turn0 = start // size
         turns = -(-stop // size) - turn0

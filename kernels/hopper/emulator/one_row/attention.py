@@ -22,7 +22,7 @@ from distmega.kernels.hopper.emulator.sm import GARBAGE, RowSm
 from distmega.kernels.hopper.plan.types import AttentionShape
 from distmega.kernels.hopper.plan.words import (
     MIN_BLOCKS,
-    PARTIAL_EXTRA,
+    ROW_PARTIAL_EXTRA,
     VECTOR_MULTIPLE,
     RowAttention,
     RowCombine,
@@ -128,7 +128,7 @@ def attention(sm: RowSm, one: RowAttention, position: int, flag: int) -> Steps:
         out = out * factor[:, None] + products(to_bf16(weights), values.T)
         highest = peak
     yield RAN
-    stride = dim + PARTIAL_EXTRA
+    stride = dim + ROW_PARTIAL_EXTRA
     for query in range(len(queries)):
         row = one.partial + ((one.query0 + query) * one.max_splits + one.split) * stride
         both = np.array([highest[query], total[query]], dtype=np.float32)
@@ -205,7 +205,8 @@ def combine(sm: RowSm, one: RowCombine, position: int, flag: int) -> Steps:
     """
     dim = shape_of(sm).head_dim
     active = num_active_splits(position, one.window, one.max_splits)
-    firsts = one.partial + (one.head * one.max_splits + np.arange(active)) * (dim + PARTIAL_EXTRA)
+    stride = dim + ROW_PARTIAL_EXTRA
+    firsts = one.partial + (one.head * one.max_splits + np.arange(active)) * stride
     for part in parts_of(sm, dim // 2):
         columns = np.arange(2 * part.start, 2 * part.stop)
         if not len(columns):

@@ -1,7 +1,8 @@
 """Experts of one row: their choice by the compute warps, and what the loader takes of them.
 
-In: scores, and instructions with EXPERT_ROWS or EXPERT_COLUMNS. Out: slots in shared memory, tiles
-of the chosen experts. Mirrors one_row/route.py and the loader. Next on the walk: kernel.py.
+In: scores, and instructions with ROW_EXPERT_ROWS or ROW_EXPERT_COLUMNS. Out: slots in shared
+memory, tiles of the chosen experts. Mirrors one_row/route.py and the loader. Next on the walk:
+kernel.py.
 """
 
 import numpy as np
@@ -53,7 +54,7 @@ def weighted(sm: RowSm, formula: Expr, row: np.ndarray, products: list[Floats]) 
 
 
 def expert_row(sm: RowSm, one: RowLinear, unit: int) -> int:
-    """First weight row of a unit with EXPERT_ROWS."""
+    """First weight row of a unit with ROW_EXPERT_ROWS."""
     shape = expert_shape_of(sm.gpu.queues)
     own, first = one.row0 // UNIT_ROWS + unit, one.weight_row
     if one.flags & ROW_PAIRED:
@@ -64,7 +65,7 @@ def expert_row(sm: RowSm, one: RowLinear, unit: int) -> int:
 
 
 def load_expert_columns(sm: RowSm, one: RowLinear) -> Steps:
-    """Units with EXPERT_COLUMNS: each slice of a tile is of its slot's expert."""
+    """Units with ROW_EXPERT_COLUMNS: each slice of a tile is of its slot's expert."""
     shape = expert_shape_of(sm.gpu.queues)
     for unit in range(one.num_units):
         for k in range(one.num_tiles_k):

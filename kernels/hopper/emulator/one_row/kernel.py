@@ -29,14 +29,14 @@ from distmega.kernels.hopper.plan.encoded import pack_queues
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import (
     CONTINUED,
-    EXPERT_COLUMNS,
-    EXPERT_ROWS,
-    LOADS_AHEAD,
+    ROW_EXPERT_COLUMNS,
+    ROW_EXPERT_ROWS,
+    ROW_LOADS_AHEAD,
     ROW_PAIRED,
-    STATE_EPOCH,
-    STATE_ID,
-    STATE_POSITION,
-    STATE_WORDS,
+    ROW_STATE_EPOCH,
+    ROW_STATE_ID,
+    ROW_STATE_POSITION,
+    ROW_STATE_WORDS,
     UNIT_ROWS,
     RowAttention,
     RowBarrier,
@@ -113,7 +113,7 @@ class _Team:
         self.found: list[list[Found]] = [[] for _ in ranks]
         self.sms = [
             [
-                RowSm(gpu, sm, compute_warps, loader_warp, gpu.queues.stages, LOADS_AHEAD)
+                RowSm(gpu, sm, compute_warps, loader_warp, gpu.queues.stages, ROW_LOADS_AHEAD)
                 for sm, (compute_warps, loader_warp) in enumerate(
                     zip(self.agents.computes[rank], self.agents.loaders[rank], strict=True)
                 )
@@ -142,7 +142,7 @@ class _Team:
             rope=views[queues.rope_table].float().numpy() if queues.rope_table else none,
             words=FlaggedWords(self.order, rank, self.agents.computes[rank], queues.num_words),
             kept=KeptNumbers(rank, queues.num_kept),
-            state=PlainData("the state's word", rank, np.zeros(STATE_WORDS, np.int64)),
+            state=PlainData("the state's word", rank, np.zeros(ROW_STATE_WORDS, np.int64)),
             cache=PlainData("cache row", rank, rows),
             host=self.agents.hosts[rank],
         )
@@ -170,13 +170,13 @@ class _Team:
         queues = gpu.queues
         words: dict[int, int] = {}
         if queues.ids and queues.ids in given.inputs:
-            words[STATE_ID] = int(given.inputs[queues.ids].reshape(-1)[0])
+            words[ROW_STATE_ID] = int(given.inputs[queues.ids].reshape(-1)[0])
         elif not queues.ids:
             gpu.embed = given.inputs[queues.embed].reshape(1, -1).float().numpy()
             if queues.chosen:
-                words[STATE_ID] = 0
+                words[ROW_STATE_ID] = 0
         if queues.positions and queues.positions in given.inputs:
-            words[STATE_POSITION] = int(given.inputs[queues.positions].reshape(-1)[0])
+            words[ROW_STATE_POSITION] = int(given.inputs[queues.positions].reshape(-1)[0])
         if (sampler := queues.sampler) and sampler.sampling in given.inputs:
             settings = given.inputs[sampler.sampling][0].float().numpy()
             gpu.settings[: len(settings)] = settings
@@ -221,7 +221,7 @@ def loader(sm: RowSm, given: RowLaunch) -> Steps:
         return
     position0 = 0
     if any(isinstance(one, RowAttention) for one in sm.queue):
-        position0 = begin(sm.loader, gpu, STATE_POSITION, given.first[1])
+        position0 = begin(sm.loader, gpu, ROW_STATE_POSITION, given.first[1])
     yield RAN
     for step in range(given.num_steps):
         for one in sm.queue:
@@ -231,7 +231,7 @@ def loader(sm: RowSm, given: RowLaunch) -> Steps:
             elif isinstance(one, RowRoute):
                 yield from sm.await_choice()
             elif isinstance(one, RowLinear):
-                by_columns = one.flags & EXPERT_COLUMNS
+                by_columns = one.flags & ROW_EXPERT_COLUMNS
                 yield from (load_expert_columns if by_columns else load_units)(sm, one)
 
 
@@ -239,7 +239,7 @@ def load_units(sm: RowSm, one: RowLinear) -> Steps:
     """Units of a linear, those of two streams in turn, tile by tile."""
     for unit in range(one.num_units):
         row = one.weight_row + unit * UNIT_ROWS
-        if one.flags & EXPERT_ROWS:
+        if one.flags & ROW_EXPERT_ROWS:
             row = expert_row(sm, one, unit)
         elif one.flags & ROW_PAIRED:
             row = (one.pair_row if unit % 2 else one.weight_row) + unit // 2 * UNIT_ROWS
@@ -259,9 +259,9 @@ def compute(sm: RowSm, given: RowLaunch) -> Steps:
     last = sm.sm == 0
     if not sm.queue and not last:
         return  # what it reads of the state, it does not use
-    position0 = begin(sm.compute, gpu, STATE_POSITION, given.first[1])
-    epoch0 = begin(sm.compute, gpu, STATE_EPOCH, -1)
-    row_id = begin(sm.compute, gpu, STATE_ID, given.first[0])
+    position0 = begin(sm.compute, gpu, ROW_STATE_POSITION, given.first[1])
+    epoch0 = begin(sm.compute, gpu, ROW_STATE_EPOCH, -1)
+    row_id = begin(sm.compute, gpu, ROW_STATE_ID, given.first[0])
     yield RAN
     for step in range(given.num_steps):
         base = (epoch0 + step) * queues.num_generations + 1
@@ -303,9 +303,9 @@ def compute(sm: RowSm, given: RowLaunch) -> Steps:
         if queues.chosen:
             row_id = yield from most_likely(sm, (epoch0 + num_steps) * queues.num_generations)
             gpu.ids[num_steps - 1] = row_id
-            store_state(sm, STATE_ID, row_id)
-        store_state(sm, STATE_POSITION, position0 + num_steps)
-        store_state(sm, STATE_EPOCH, epoch0 + num_steps)
+            store_state(sm, ROW_STATE_ID, row_id)
+        store_state(sm, ROW_STATE_POSITION, position0 + num_steps)
+        store_state(sm, ROW_STATE_EPOCH, epoch0 + num_steps)
 
 
 def store_state(sm: RowSm, word: int, value: int) -> None:

@@ -45,8 +45,8 @@ from distmega.kernels.hopper.ptx.device import (
 )
 from distmega.kernels.hopper.ptx.shapes import (
     PART_COLUMNS,
-    PARTIAL_EXTRA,
     PER_THREAD,
+    ROW_PARTIAL_EXTRA,
     THREADS,
     TILE_ROWS,
     VECTOR_MULTIPLE,
@@ -177,7 +177,7 @@ def append_position(words, cache, position, a, b, D: gl.constexpr, G: gl.constex
 def aim_partial(words, split, D: gl.constexpr):
     """Flagged words that a thread's first output and its maximum go to: see add_values."""
     thread = gl.arange(0, THREADS, layout=PER_THREAD)
-    stride: gl.constexpr = D + PARTIAL_EXTRA
+    stride: gl.constexpr = D + ROW_PARTIAL_EXTRA
     first = words[PARTIAL] + (words[ATT_QUERY0] * words[MAX_SPLITS] + split) * stride
     step = words[MAX_SPLITS] * stride
     row = thread % 32 // 4
@@ -190,7 +190,7 @@ def write_partial(words, symmetric, aims, outputs, m, l, flag, D: gl.constexpr, 
     """Outputs, maxima and sums of a split, as add_values leaves them in threads."""
     thread = gl.arange(0, THREADS, layout=PER_THREAD)
     query = thread % 4 * 2
-    step = words[MAX_SPLITS] * (D + PARTIAL_EXTRA)
+    step = words[MAX_SPLITS] * (D + ROW_PARTIAL_EXTRA)
     for part in gl.static_range(num_parts(D)):
         at = symmetric + aims[0] + part * PART_COLUMNS
         column = thread // 32 * 16 + part * PART_COLUMNS

@@ -50,10 +50,10 @@ from distmega.kernels.hopper.plan.fields import (
     LIN_PACKED,
     LIN_PAIR_ROW,
     LIN_ROW0,
-    MATRIX_SHIFT,
     NO_REPORT,
     NUM_UNITS,
     OPCODE,
+    ROW_MATRIX_SHIFT,
     ROW_PAIRED,
     SAMPLED,
     SRC,
@@ -121,7 +121,7 @@ def part_chunks(num_ranks):
 @gluon.jit
 def flag_delta(words):
     """How many generations ago x was written."""
-    return (words[LIN_PACKED] << (32 - MATRIX_SHIFT)) >> (32 - MATRIX_SHIFT + DELTA_SHIFT)
+    return (words[LIN_PACKED] << (32 - ROW_MATRIX_SHIFT)) >> (32 - ROW_MATRIX_SHIFT + DELTA_SHIFT)
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from distmega.kernels.hopper.plan.fields import DST, HEAD, MAX_SPLITS, PARTIAL, 
 from distmega.kernels.hopper.ptx.device import as_float, bf16_pair, flagged
 from distmega.kernels.hopper.ptx.shapes import (
     FOUR_SPLITS,
-    PARTIAL_EXTRA,
+    ROW_PARTIAL_EXTRA,
     is_padded,
     padded_half,
 )
@@ -36,7 +36,7 @@ def combine_task(
     position: of the step; flag: of what is read and written; min_blocks: as of run_row_steps.
     """
     active = num_active_splits(position, words[WINDOW], words[MAX_SPLITS], min_blocks)
-    stride: gl.constexpr = D + PARTIAL_EXTRA
+    stride: gl.constexpr = D + ROW_PARTIAL_EXTRA
     fours = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, FOUR_SPLITS)), 1) * 4
     COLUMNS: gl.constexpr = padded_half(D)
     pair = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, FOUR_SPLITS)), 0)

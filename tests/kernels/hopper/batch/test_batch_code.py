@@ -8,7 +8,7 @@ import pytest
 from distmega.kernels.hopper.batch import kernel
 from distmega.kernels.hopper.batch.arguments import BatchMemory, BatchSpec
 from distmega.kernels.hopper.batch_plan.types import BatchFormulas
-from distmega.kernels.hopper.batch_plan.words import LOADS_AHEAD, STAGES
+from distmega.kernels.hopper.batch_plan.words import BATCH_LOADS_AHEAD, STAGES
 from distmega.kernels.hopper.plan.words import GREEDY, LIMITED, SAMPLED
 from distmega.kernels.hopper.ptx.shapes import TILE_SHARED, WEIGHT_SHARED
 from distmega.models.presets import PRESETS
@@ -53,7 +53,7 @@ def compiled(head_dim: int, num_parts: int, qk_norm: bool, choice: int) -> Machi
         whole_slices=True,
         num_ranks=1,
         stages=STAGES,
-        ahead=LOADS_AHEAD,
+        ahead=BATCH_LOADS_AHEAD,
     )
     return compile_kernel(kernel.run_batch_steps, types, {"spec": spec}, 8, None)
 

@@ -8,7 +8,7 @@ from types import FunctionType, SimpleNamespace
 import pytest
 
 from distmega.kernels.hopper.batch.bodies import attention
-from distmega.kernels.hopper.batch_plan.words import STATE_POSITIONS
+from distmega.kernels.hopper.batch_plan.words import BATCH_STATE_POSITIONS
 
 BLOCK = 128
 
@@ -17,14 +17,14 @@ def called(function: object, positions: list[int]) -> FunctionType:
     """A function of attention.py that takes numbers, its loads from the words of a state."""
 
     def load(at: int) -> int:
-        return positions[at - STATE_POSITIONS]
+        return positions[at - BATCH_STATE_POSITIONS]
 
     gl = SimpleNamespace(
         load=load, minimum=min, maximum=max, where=lambda chosen, a, b: a if chosen else b
     )
     known = dict(vars(attention)) | {"gl": gl, "TILE_ROWS": BLOCK, "SPARE_BLOCKS": 2}
     known |= {
-        "STATE_POSITIONS": STATE_POSITIONS,
+        "BATCH_STATE_POSITIONS": BATCH_STATE_POSITIONS,
         "first_seen": lambda position, window: max(position + 1 - window, 0),
     }
     if function not in (attention.blocks_of, attention.part_of):

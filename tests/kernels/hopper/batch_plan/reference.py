@@ -14,13 +14,12 @@ from distmega.kernels.hopper.batch_plan.words import (
     BATCH_PAIRED,
     NORM_KINDS,
     NORMED,
-    NOTHING,
     BatchEmbed,
     BatchInstruction,
     BatchLinear,
     BatchNorm,
 )
-from distmega.kernels.hopper.plan.words import TILE_K, UNIT_ROWS, VECTOR_MULTIPLE
+from distmega.kernels.hopper.plan.words import NOTHING, TILE_K, UNIT_ROWS, VECTOR_MULTIPLE
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.program import expr
 

@@ -22,7 +22,7 @@ from distmega.kernels.hopper.batch_plan.proof import CHUNK, find_batch_hazard
 from distmega.kernels.hopper.batch_plan.queues import apart, build_batch_queues
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
-    EXPERT_COLUMNS,
+    BATCH_EXPERT_COLUMNS,
     BatchExperts,
     BatchInstruction,
     BatchLinear,
@@ -139,7 +139,7 @@ def is_choice(one: BatchInstruction) -> bool:
 
 
 def is_of_columns(one: BatchInstruction) -> bool:
-    return isinstance(one, BatchLinear) and bool(one.flags & EXPERT_COLUMNS)
+    return isinstance(one, BatchLinear) and bool(one.flags & BATCH_EXPERT_COLUMNS)
 
 
 @pytest.mark.parametrize(

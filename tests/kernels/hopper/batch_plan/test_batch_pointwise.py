@@ -9,14 +9,13 @@ from distmega.kernels.hopper.batch_plan.proof import find_batch_hazard
 from distmega.kernels.hopper.batch_plan.queues import apart, build_batch_queues
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
-    NOTHING,
     BatchAttention,
     BatchLogits,
     BatchPointwise,
 )
 from distmega.kernels.hopper.diagnosis import describe_batch
 from distmega.kernels.hopper.plan.weight_order import order_weights
-from distmega.kernels.hopper.plan.words import VECTOR_MULTIPLE
+from distmega.kernels.hopper.plan.words import NOTHING, VECTOR_MULTIPLE
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.kernels.tasks.fuse import fuse_segment
 from distmega.program.builder import ProgramBuilder

@@ -12,12 +12,12 @@ from distmega.kernels.hopper.batch_plan.queues import apart
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import (
     BATCH,
-    NOTHING,
     NUMBERS,
     BatchHeads,
     BatchInstruction,
     BatchRows,
 )
+from distmega.kernels.hopper.plan.words import NOTHING
 from distmega.kernels.tasks.fuse import fuse_segment
 from distmega.program.types import Program
 from tests.kernels.hopper.batch_plan.test_batch_pointwise import queues_of

@@ -1,7 +1,12 @@
 """Words that several values share: none spills into its neighbour's bits. Words of queues."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
+from distmega.kernels.hopper.batch_plan import words as batch_words
+from distmega.kernels.hopper.plan import words
 from distmega.kernels.hopper.plan.encoded import pack_queues
 from distmega.kernels.hopper.plan.words import WORDS, join_bits, signed_bits
 
@@ -26,7 +31,25 @@ def test_a_number_beyond_its_sign_is_a_fault(value):
 
 
 def test_shorter_queues_end_in_zeros():
-    words = pack_queues([(3,), (), (1, 2)], lambda one: [one] * WORDS)
-    assert words.shape == (3, 2, WORDS)
-    assert words[:, :, 0].tolist() == [[3, 0], [0, 0], [1, 2]]
-    assert (words == words[:, :, :1]).all()
+    packed = pack_queues([(3,), (), (1, 2)], lambda one: [one] * WORDS)
+    assert packed.shape == (3, 2, WORDS)
+    assert packed[:, :, 0].tolist() == [[3, 0], [0, 0], [1, 2]]
+    assert (packed == packed[:, :, :1]).all()
+
+
+def test_no_name_stands_for_two_things():
+    """A constant that both kernels have is defined once; what each has of its own says whose it
+    is.
+    """
+    rows, batch = (
+        {
+            target.id
+            for node in ast.parse(Path(module.__file__).read_text()).body
+            if isinstance(node, ast.Assign)
+            for target in ast.walk(node)
+            if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
+        }
+        for module in (words, batch_words)
+    )
+    assert "NOTHING" in rows
+    assert rows & batch <= {"FIELD_WORDS"}

@@ -19,8 +19,8 @@ from distmega.kernels.hopper.plan.experts import find_wrong_slot
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.plan.words import (
-    EXPERT_COLUMNS,
-    EXPERT_ROWS,
+    ROW_EXPERT_COLUMNS,
+    ROW_EXPERT_ROWS,
     ROW_PAIRED,
     SLICE_K,
     SLICES,
@@ -210,7 +210,7 @@ def test_every_row_of_chosen_experts_is_brought_once(choice, width, tp, gated):
     shape = queues.experts
     assert shape is not None
     chosen = CHOICES[choice](shape.num_experts, shape.num_chosen)
-    of_all = of_kind(queues, EXPERT_ROWS)
+    of_all = of_kind(queues, ROW_EXPERT_ROWS)
     tasks = [one for one in of_all if one.name == of_all[-1].name]  # of one layer
     streams = 2 if gated else 1
     starts = [tasks[0].weight_row, *([tasks[0].pair_row] if gated else [])]
@@ -236,8 +236,8 @@ def test_slices_of_the_last_matrices_meet_their_own_x(width, tp):
     assert queues.expert_matrix is not None
     assert (shape.width, queues.expert_matrix.slices) == (width // tp, shape.copied_slices)
     assert SLICES % shape.copied_slices == shape.slot_slices % shape.copied_slices == 0
-    first = of_kind(queues, EXPERT_ROWS)[0]
-    for one in of_kind(queues, EXPERT_COLUMNS):
+    first = of_kind(queues, ROW_EXPERT_ROWS)[0]
+    for one in of_kind(queues, ROW_EXPERT_COLUMNS):
         assert 2 * one.num_src_words == shape.columns <= SLICES * SLICE_K * one.num_tiles_k
         assert one.num_tiles_k <= queues.max_tiles_k
         assert one.num_rows == HIDDEN
@@ -281,7 +281,7 @@ def with_a_last_route(queue: list[Instruction]) -> list[Instruction]:
 def behind_the_matrix(queue: list[Instruction]) -> list[Instruction]:
     return [
         replace(one, weight_row=one.weight_row + 10**6)
-        if isinstance(one, RowLinear) and one.flags & EXPERT_COLUMNS
+        if isinstance(one, RowLinear) and one.flags & ROW_EXPERT_COLUMNS
         else one
         for one in queue
     ]
