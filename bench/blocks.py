@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.options import at_least, read_options, writable_file
-from bench.ranks import AHEAD_CYCLES, ROUNDS, median_us, run_on_ranks
+from bench.ranks import ROUNDS, median_us, run_on_ranks
 from bench.timing import captured
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
@@ -33,6 +33,7 @@ from distmega.kernels.gemm.host import PeerMatmuls
 from distmega.kernels.gemm.machine import measured
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import H200
+from distmega.kernels.runtime.gpus import AHEAD_CYCLES
 from distmega.kernels.runtime.streams.copy_engines import CopyCommunicator
 from distmega.program.builder import Handle, ProgramBuilder
 from distmega.program.types import Program

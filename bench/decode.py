@@ -29,7 +29,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.cases import Ready, StepCase, make_parser, measure_cases, read_case
 from bench.options import gpus_of_cases, read_options
-from bench.ranks import AHEAD_CYCLES
 from bench.records import Record
 from bench.timing import Call, captured, copy_bytes_per_us, elapsed_us
 from bench.torch_decoder import ExpertForm, TorchDecoder, make_experts, make_peer
@@ -37,6 +36,7 @@ from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import Communicator
 from distmega.kernels.hopper.batch.runner import BatchRunner
+from distmega.kernels.runtime.gpus import AHEAD_CYCLES
 from distmega.models.config import ModelConfig
 from distmega.models.weights.tensors import weight_specs
 from distmega.sources.load import open_model

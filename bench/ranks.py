@@ -20,14 +20,13 @@ from bench.timing import Call, alternating_us
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.run.cuda_graph import release_graphs
+from distmega.kernels.runtime.gpus import AHEAD_CYCLES
 from distmega.launch.contract import MULTICAST_OFF
 from distmega.sharding.layout.mesh import DeviceMesh
 
 TIMEOUT_S = 120.0
 ROUNDS = 9
 """Rounds of which median_us takes the median."""
-AHEAD_CYCLES = 2_000_000
-"""Clock cycles that a GPU is kept busy while the host queues what is timed: about 1 ms."""
 
 
 def run_on_ranks(function: Callable[..., None], num_ranks: int, *args: object) -> None:

@@ -46,7 +46,7 @@ from distmega.sharding.planner import Plan
 from distmega.superopt.rules import RewriteRule, shipped_rules
 from distmega.trace_file import Span
 
-AHEAD_CYCLES = 20_000_000
+TRACE_AHEAD_CYCLES = 20_000_000
 """For which a GPU waits, some 10 ms, while the host queues the nodes that are traced."""
 
 
@@ -211,7 +211,7 @@ class CompiledProgram(OwnProcess):
         line = Timeline(f"rank {self.comm.rank}")
         evaluator = self._evaluator.watched(line.watch)
         line.start()
-        torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(TRACE_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
         self._run(inputs, evaluator)
         return list(line.spans())
 

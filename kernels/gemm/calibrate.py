@@ -22,13 +22,11 @@ from distmega.kernels.gemm.times.matmul_ways import STAGES, tiles_choice
 from distmega.kernels.gemm.times.rates import H200_RATES, OverlapRates
 from distmega.kernels.gemm.times.tile_times import GROUP, Tiles, gather_us, plan_sending, send_us
 from distmega.kernels.gemm.workspace import workspace_of
-from distmega.kernels.runtime.gpus import num_sms
+from distmega.kernels.runtime.gpus import AHEAD_CYCLES, num_sms
 from distmega.kernels.runtime.streams.stream_ops import copy_bytes
 from distmega.sharding.overlap.products import Extents
 
 ROUNDS = 7
-AHEAD_CYCLES = 2_000_000
-"""For which GPUs sleep before a timed call, so that the host runs ahead."""
 MB = 2**20
 SENT_MB = (1, 2, 8, 32, 128)
 """Tensors whose collectives are measured."""

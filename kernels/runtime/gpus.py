@@ -1,8 +1,15 @@
-"""What a CUDA device is. Used by all kernels for GPUs, and by what keeps plans for them."""
+"""What a CUDA device is, and how the host gets ahead of it. Used by all kernels for GPUs, by what
+keeps plans for them, and by what times them.
+"""
 
 from functools import cache
 
 import torch
+
+AHEAD_CYCLES = 2_000_000
+"""Clock cycles, about 1 ms, that a GPU sleeps before what is timed, so that the host, which queues
+it meanwhile, runs ahead.
+"""
 
 
 @cache
