@@ -129,7 +129,8 @@ class Communicator(Protocol):
 
     def leave(self) -> None:
         """Gives up what it holds without the others, as if it were gone: that is released where
-        its ranks meet next, once all of them have left it.
+        its ranks meet next, once all of them have left it. Waits for nobody, so that a rank which
+        fails tells so at once.
         """
         ...
 
@@ -259,8 +260,12 @@ class TeamCommunicator(Collectives):
 
     def leave(self) -> None:
         """See Communicator."""
+        self._leave_with(())
+
+    def _leave_with(self, things: Sequence[object]) -> None:
+        """Leaves, but keeps what peers may write into until they have left too."""
         self._is_closed = True
-        leave_groups(self._opened)
+        leave_groups(self._opened, things)
         self._groups.clear()
 
     def _require_open(self) -> None:

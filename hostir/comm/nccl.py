@@ -150,9 +150,9 @@ class NcclCommunicator(TeamCommunicator):
 
     def leave(self) -> None:
         """See Communicator."""
+        self._leave_with([*self.kept.values(), self.signals])
         self.kept.clear()
         self.signals = None
-        super().leave()
         self._control.leave()
 
     def close(self) -> None:

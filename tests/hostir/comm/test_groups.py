@@ -1,13 +1,15 @@
 """Groups of communicators that are gone: closed where all of their ranks have left them, never
-forgotten.
+forgotten; and the memory that their ranks write into.
 """
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
 
 from distmega.hostir.comm import groups
 from distmega.hostir.comm.groups import close_left
+from distmega.hostir.comm.nccl import NcclCommunicator
 
 
 def test_a_group_that_is_left_while_ranks_meet_is_told_of_the_next_time(
@@ -33,3 +35,56 @@ def test_a_group_that_is_left_while_ranks_meet_is_told_of_the_next_time(
     assert (told, closed, groups._left) == ([["early"]], [early], [late])
     close_left(gather, (0, 1))
     assert (told[1:], closed, groups._left) == ([["late"]], [early, late], [])
+
+
+class _Memory:
+    """What peers write into; a GPU's is freed only when the GPU is idle, which may be never."""
+
+
+def test_memory_of_a_rank_that_leaves_lasts_until_its_peers_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A rank that fails waits for nobody; what its peers write meanwhile goes where it should."""
+    events: list[str] = []
+    group = SimpleNamespace(group_name="nccl of both")
+    closed: list[object] = []
+    monkeypatch.setattr(groups, "_left", [])
+    monkeypatch.setattr(groups, "_kept", [])
+    monkeypatch.setattr(groups, "_is_open", lambda group: group not in closed)
+    monkeypatch.setattr(groups.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(groups.dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(groups.torch.cuda, "synchronize", lambda: events.append("GPU idle"))
+
+    def close(group: object) -> None:
+        events.append("closed")
+        closed.append(group)
+
+    monkeypatch.setattr(groups.dist, "destroy_process_group", close)
+    comm = NcclCommunicator.__new__(NcclCommunicator)
+    comm._opened, comm._groups, comm._is_closed = [group], {"tp": group}, False
+    comm._control = SimpleNamespace(leave=lambda: events.append("control left"))
+    comm.kept, comm.signals = {"workspace": _Memory()}, _Memory()
+    for name, memory in (("workspace", comm.kept["workspace"]), ("signals", comm.signals)):
+        weakref.finalize(memory, events.append, f"{name} freed")
+    del memory
+    comm.leave()
+    assert events == ["control left"]
+    assert comm.kept == {}
+    assert comm.signals is None
+
+    def told_by(peer: list[str]) -> None:
+        events.clear()
+        close_left(lambda mine: events.append("told") or [mine, peer], (0, 1))
+
+    told_by([])
+    assert events == ["GPU idle", "told"], "the peer may still write"
+    told_by(["nccl of both"])
+    freed = ["signals freed", "workspace freed"]
+    assert [*events[:2], *sorted(events[2:4]), *events[4:]] == [
+        "GPU idle",
+        "told",
+        *freed,
+        "closed",
+    ]
+    told_by([])
+    assert events == ["told"]
