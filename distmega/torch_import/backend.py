@@ -6,8 +6,10 @@ point group torch_dynamo_backends; options={"mesh": DeviceMesh(tp=2), "annotatio
 torchrun. Next on the walk: captured.py.
 """
 
+import logging
 import os
 import re
+import threading
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.torch_import.captured import CapturedModule, capture
 from distmega.torch_import.conversion import numbered, overlap
 from distmega.torch_import.exported import EXPORTING
+
+logger = logging.getLogger(__name__)
 
 OPTIONS = ("mesh", "annotations")
 """What torch.compile's options may hold."""
@@ -46,10 +50,12 @@ def compile_graph(
     rank), and annotations by patterns of parameter names.
 
     Each combination of input shapes is captured when it first comes, and again where parameters
-    lie elsewhere then. Left to torch are graphs that overwrite a parameter, and calls with
-    inputs or parameters in the same memory of which the graph overwrites one. CaptureError for
-    other options, a mode, which is for torch's own compiler, a mesh without a process group, and
-    gradients.
+    lie elsewhere then; so is each number, where the graph asks for its value. Programs are kept up
+    to the limits of dynamo: recompile_limit that differ in numbers alone, and
+    accumulated_recompile_limit in all; what was not called for longest goes. Left to torch are
+    graphs that overwrite a parameter, and calls with inputs or parameters in the same memory of
+    which the graph overwrites one. CaptureError for other options, a mode, which is for torch's own
+    compiler, a mesh without a process group, and gradients.
     """
     if mode is not None:
         raise CaptureError(
@@ -84,6 +90,11 @@ class _Entry:
     updates: bool
 
 
+_Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+_Key = tuple[_Shapes, tuple[str, ...]]
+"""What has a program of its own: shapes and types of tensors, and other inputs as they print."""
+
+
 class _Compiled:
     """Takes the inputs of dynamo's graph: tensors, parameters among them, and sizes."""
 
@@ -108,7 +119,11 @@ class _Compiled:
         self._parameters: Sequence[int] = ()
         """Positions of parameters among the inputs, and of all others: what dynamo guards."""
         self._others: Sequence[int] = ()
-        self._entries: dict[tuple[object, ...], _Entry] = {}
+        self._entries: dict[_Key, _Entry] = {}
+        """What was called last stands last."""
+        self._lock = threading.Lock()
+        """Of these."""
+        self._has_warned = False
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         if self._records and torch.is_grad_enabled():
@@ -126,9 +141,12 @@ class _Compiled:
             self._others = [at for at in positions if not isinstance(args[at], nn.Parameter)]
         others = [args[at] for at in self._others]
         given = _tensors(others)
-        key = tuple([(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in others])
+        key = (
+            tuple([(x.shape, x.dtype) for x in given]),
+            tuple([repr(x) for x in others if not isinstance(x, Tensor)]),
+        )
         addresses = tuple(map(Tensor.data_ptr, [args[at] for at in self._parameters]))
-        entry = self._entries.get(key)
+        entry = self._found(key)
         if entry is None or entry.addresses != addresses:
             try:
                 entry = self._open(args, given, addresses)
@@ -137,12 +155,45 @@ class _Compiled:
                     raise
                 self._bind_numbers()
                 return self(*args)
-            self._entries[key] = entry
+            self._keep(key, entry)
         if entry.has_states or (entry.updates and overlap(_tensors(args))):
             found: tuple[Any, ...] = self._graph(*args)
             return found
         results: tuple[Any, ...] = entry.module(*given)
         return results
+
+    def _found(self, key: _Key) -> _Entry | None:
+        with self._lock:
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                self._entries[key] = entry
+            return entry
+
+    def _keep(self, key: _Key, entry: _Entry) -> None:
+        """Keeps a program, in place of the one of its key, and others up to dynamo's limits."""
+        config = torch._dynamo.config
+        with self._lock:
+            before = self._entries.pop(key, None)
+            same = [each for each in self._entries if each[0] == key[0]]
+            past = same[: max(0, len(same) + 1 - config.recompile_limit)]
+            rest = [each for each in self._entries if each not in past]
+            past += rest[: max(0, len(rest) + 1 - config.accumulated_recompile_limit)]
+            gone = [self._entries.pop(each) for each in past]
+            self._entries[key] = entry
+            warns = bool(gone) and not self._has_warned
+            self._has_warned |= warns
+        if warns:
+            logger.warning(
+                "more than %d programs of one graph differ in numbers, or there are more than %d: "
+                "what was not called for longest is dropped, and captured again when it comes; "
+                "give numbers as tensors, or raise recompile_limit and "
+                "accumulated_recompile_limit of torch._dynamo.config",
+                config.recompile_limit,
+                config.accumulated_recompile_limit,
+            )
+        if self._mesh.num_ranks > 1:  # alone, another thread may be in a call of one
+            for each in (*([before] if before else []), *gone):
+                each.module.close()
 
     def _open(
         self, args: Sequence[Any], given: Sequence[Tensor], addresses: tuple[int, ...]
@@ -228,7 +279,7 @@ class _Named:
 
 class _Paths:
     """Names of parameters within one module, where none is a part of another's: dynamo's graphs may
-    read several modules, whose parameters are called alike.
+    read several modules, whose parameters are called same.
     """
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import tomllib
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -414,6 +415,59 @@ def test_numbers_in_a_program_are_told_apart_by_sign_and_found_again(
             torch.testing.assert_close(compiled(x, by), model(x, by), equal_nan=True)
         counts.append(len(captures))
     assert counts[0] == counts[1], "each number has its program by then"
+
+
+@torch.no_grad()
+def test_programs_of_numbers_are_kept_up_to_the_limit_of_dynamo(
+    monkeypatch: pytest.MonkeyPatch, dynamo: ModuleType, caplog: pytest.LogCaptureFixture
+):
+    """Each number has a program, of which the one not called for longest goes, with its memory."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor, by: float) -> Tensor:
+            return self.norm(x) * by
+
+    model, x = Scaled().eval(), torch.randn(3, 4)
+    caplog.set_level("WARNING")
+    modules: list[weakref.ref[object]] = []
+    made: list[object] = []
+
+    def keep(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        made.append(backend.compile_graph(graph, inputs))
+        return made[-1]
+
+    opened = backend._Compiled._open
+
+    def note(self: Any, *given: Any) -> object:
+        entry = opened(self, *given)
+        modules.append(weakref.ref(entry.module))
+        return entry
+
+    monkeypatch.setattr(backend._Compiled, "_open", note)
+    compiled = torch.compile(model, backend=keep, dynamic=True)
+
+    def call(x: Tensor, *numbers: float) -> None:
+        for by in numbers:
+            assert_close(compiled(x, by), model(x, by))
+
+    with dynamo.config.patch(recompile_limit=3):
+        call(x, 0.5, 1.5, 2.5, 0.5, 3.5, 4.5, 0.5)
+    (graph,) = made
+    assert len(graph._entries) == 3
+    assert len(modules) == 5, "0.5 was called for all along"
+    assert [each() is not None for each in modules] == [True, False, False, True, True]
+    assert caplog.text.count("raise recompile_limit") == 1
+    with dynamo.config.patch(recompile_limit=3):
+        call(x, 2.5)
+    assert len(graph._entries) == 3
+    assert caplog.text.count("raise recompile_limit") == 1
+    with dynamo.config.patch(accumulated_recompile_limit=2):
+        call(x[:2], 0.5)
+    assert len(graph._entries) == 2
 
 
 @torch.no_grad()
