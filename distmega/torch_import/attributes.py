@@ -6,11 +6,13 @@ exported.py, repeats.py and huggingface/decoders.py. `replaced_tensors` says whi
 replaced.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+
+from distmega.torch_import.replacements import Attribute, plain_tensors
 
 
 @contextmanager
@@ -29,17 +31,12 @@ def kept_attributes(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_tensors(module: nn.Module) -> Iterator[Mapping[str, Tensor]]:
-    """Tensors that are neither parameters nor buffers, by name, in whose place a call of the module
-    puts others of their shapes and types; filled by calls while this lasts.
+def replaced_tensors(module: nn.Module) -> Iterator[set[Attribute]]:
+    """Places of tensors that are neither parameters nor buffers, where a call of the module puts
+    others of their shapes and types; filled by calls while this lasts.
     """
-    held = {
-        (path, name): x
-        for path, part in module.named_modules()
-        for name, x in part.__dict__.items()
-        if isinstance(x, Tensor)
-    }
-    found: dict[str, Tensor] = {}
+    held = plain_tensors(module)
+    found = set[Attribute]()
 
     def look(module: nn.Module, *given: object) -> None:
         for (path, name), x in held.items():
@@ -47,7 +44,7 @@ def replaced_tensors(module: nn.Module) -> Iterator[Mapping[str, Tensor]]:
             if not isinstance(now, Tensor) or now is x:
                 continue
             if (now.shape, now.dtype) == (x.shape, x.dtype):
-                found[f"{path}.{name}".lstrip(".")] = x
+                found.add((path, name))
 
     hook = module.register_forward_hook(look) if held else None
     try:

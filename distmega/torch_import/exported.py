@@ -7,19 +7,27 @@ then conversion/converter.py.
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch._export.utils as export_utils
-from torch import Tensor, nn
+from torch import nn
 from torch.export import ExportedProgram
 
 from distmega.errors import CaptureError
 from distmega.torch_import.attributes import kept_attributes, replaced_tensors
 from distmega.torch_import.repeats import Layer, find_kinds, folded, unfold
+from distmega.torch_import.replacements import (
+    Attribute,
+    WithAttributes,
+    buffers,
+    changed,
+    plain_tensors,
+    read_attributes,
+)
 from distmega.torch_import.source_lines import line_of_error
 
 WHOLE = (
@@ -91,8 +99,9 @@ def export_module(
             warnings.simplefilter("ignore")
             kinds = find_kinds(module, args, kwargs, layers) if layers else []
             with folded(module, kinds), replaced_tensors(module) as replaced:
-                functional = _exported(module, args, kwargs)
-            _require_read_once(module, functional, replaced)
+                with kept_attributes(module):
+                    functional, strict = _exported(module, args, kwargs)
+                _require_unchanged(module, functional, replaced, args, kwargs, strict=strict)
             unfold(functional, kinds)
             return functional
     except CaptureError:
@@ -101,43 +110,73 @@ def export_module(
         raise _refused(module, error) from error
 
 
-def _require_read_once(
-    module: nn.Module, exported: ExportedProgram, replaced: Mapping[str, Tensor]
+def _require_unchanged(
+    module: nn.Module,
+    exported: ExportedProgram,
+    replaced: Collection[Attribute],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    strict: bool,
 ) -> None:
-    """CaptureError for a tensor that is no buffer, which forward reads and then puts another one
-    in the place of: the program would have the first one in each call.
+    """CaptureError for a tensor that forward reads and then puts another one in the place of: the
+    program would have the first one in each call. Of a buffer torch.export follows that, but where
+    dynamo traces (strict).
+
+    replaced: those that are no buffers; what dynamo traces is not seen there.
     """
-    read = {id(constant) for constant in exported.constants.values()}
-    if name := next((name for name, x in replaced.items() if id(x) in read), ""):
-        raise CaptureError(
-            f"{type(module).__name__}: a tensor {name!r} that its forward reads and replaces",
-            expected="a buffer in place of what changes from call to call",
-            remedy=f"write register_buffer({name.rpartition('.')[2]!r}, ...)",
-        )
+    plain = plain_tensors(module)
+    held = {**plain, **buffers(module)} if strict else plain
+    read = read_attributes(exported, held)
+    if read.isdisjoint(held if strict else replaced):
+        return
+    with kept_attributes(module):
+        shown = _traced(WithAttributes(module, [*held]), args, kwargs, strict=strict)
+    lost = read & changed(shown, held)
+    for key in held:
+        if key in lost and key in plain:
+            raise CaptureError(
+                f"{type(module).__name__}: a tensor {'.'.join(filter(None, key))!r} that its"
+                " forward reads and replaces",
+                expected="a buffer in place of what changes from call to call",
+                remedy=f"write register_buffer({key[1]!r}, ...)",
+            )
+        if key in lost:
+            raise CaptureError(
+                f"{type(module).__name__}: a buffer {'.'.join(filter(None, key))!r} that its"
+                " forward replaces, and a number of Python that it takes from a tensor",
+                expected="a buffer that changes in place where there are such numbers",
+                remedy=f"write self.{key[1]}.copy_(...), or make the number a tensor",
+            )
 
 
-def _exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExportedProgram:
+def _exported(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[ExportedProgram, bool]:
     """As torch.export traces it, by dynamo where it asks for a value that isn't there: that keeps
-    numbers of Python, as int(x.sum().item()), in the graph.
+    numbers of Python, as int(x.sum().item()), in the graph. And whether dynamo has traced it.
     """
-
-    def export(strict: bool) -> ExportedProgram:
-        found = torch.export.export(module, tuple(args), dict(kwargs), strict=strict)
-        with _operators_listed():
-            functional: ExportedProgram = found.run_decompositions(decompositions())
-        return functional
-
     try:
-        return export(strict=False)
+        return _traced(module, args, kwargs, strict=False), False
     except Exception as error:  # of many classes, which torch keeps to itself
         if not asks_for_values(error):
             raise
         try:
-            with patch.object(torch._dynamo, "reset", lambda: None):
-                # or it forgets what torch.compile has made, which asks for this export in each call
-                return export(strict=True)
+            return _traced(module, args, kwargs, strict=True), True
         except Exception:  # as refused before
             raise error from None
+
+
+def _traced(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, strict: bool
+) -> ExportedProgram:
+    """strict: by dynamo."""
+    with patch.object(torch._dynamo, "reset", lambda: None) if strict else nullcontext():
+        # or it forgets what torch.compile has made, which asks for this export in each call
+        found = torch.export.export(module, tuple(args), dict(kwargs), strict=strict)
+        with _operators_listed():
+            functional: ExportedProgram = found.run_decompositions(decompositions())
+    return functional
 
 
 def asks_for_values(error: Exception) -> bool:

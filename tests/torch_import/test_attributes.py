@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+import distmega
 from distmega.errors import CaptureError
 from distmega.torch_import.attributes import kept_attributes
 from distmega.torch_import.exported import export_module
@@ -106,6 +107,71 @@ def test_a_tensor_that_changes_from_call_to_call_is_a_buffer_or_refused():
     outer[0].doubles = False
     export_module(outer, (torch.ones(2, 4),), {})
     assert not outer._forward_hooks
+
+
+class Counting(nn.Module):
+    """Takes a number from a tensor, for which torch.export asks dynamo, or none."""
+
+    def __init__(self, change: str, *, asks: bool) -> None:
+        super().__init__()
+        self.change, self.asks = change, asks
+        self.kept, self.other, self.third = torch.ones(4), torch.full((4,), 2.0), torch.ones(4)
+        self.table: Tensor = nn.Buffer(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = int(x.sum().item()) if self.asks else 1
+        y = (x + self.kept) * self.other + self.table * number
+        match self.change:
+            case "by an input":
+                self.kept = x * 3
+            case "by itself":
+                self.kept = self.kept + 1
+            case "by another":
+                self.kept, self.third = self.third, x * 1
+            case "a buffer":
+                self.table = x * 3
+            case "a buffer in place":
+                self.table.copy_(self.table * 2)
+            case "copies":
+                self.kept = self.kept.clone().view(2, 2).view(4)
+                self.table = self.table.clone()
+            case "computed":
+                self.kept = (self.other - 1).to(torch.float64).float()
+            case "by a weight":
+                self.kept = self.table * 1
+        return y
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("change", ["by an input", "by itself", "by another", "by a weight"])
+def test_a_tensor_that_another_call_would_find_changed_is_refused(change: str, asks: bool):
+    """Also where dynamo traces, which leaves the module as it is."""
+    with pytest.raises(CaptureError, match="a tensor 'kept' that its forward reads and replaces"):
+        distmega.capture(Counting(change, asks=asks), (torch.ones(4),))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("change", ["nothing", "copies", "computed", "a buffer in place"])
+def test_what_is_replaced_by_the_same_numbers_is_not_refused(change: str, asks: bool):
+    module, own = Counting(change, asks=asks), Counting(change, asks=asks)
+    compiled = distmega.capture(module, (torch.ones(4),)).compile()
+    for number in (1.0, 2.0, 3.0):
+        x = torch.full((4,), number)
+        torch.testing.assert_close(compiled(x), own(x))
+
+
+@torch.no_grad()
+def test_a_buffer_that_is_replaced_changes_from_call_to_call_or_is_refused():
+    """Dynamo would not follow it."""
+    module, own = (Counting("a buffer", asks=False) for _ in range(2))
+    compiled = distmega.capture(module, (torch.ones(4),)).compile()
+    for number in (1.0, 2.0, 3.0):
+        x = torch.full((4,), number)
+        torch.testing.assert_close(compiled(x), own(x))
+    message = r"a buffer 'table' that its forward replaces.*write self\.table\.copy_"
+    with pytest.raises(CaptureError, match=message):
+        distmega.capture(Counting("a buffer", asks=True), (torch.ones(4),))
 
 
 def test_a_decoder_that_replaces_a_buffer_is_built_in_any_type():
