@@ -5,6 +5,7 @@ import pytest
 from distmega.errors import UnsupportedError
 from distmega.kernels import whole
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
+from distmega.kernels.tasks.fuse import segment
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
 from tests.kernels import row_programs
@@ -44,6 +45,17 @@ def chain(rows: int, columns: int, num_products: int) -> Program:
     for number in range(num_products):
         x = p.linear(x, p.weight(f"w{number}", (columns, columns), "bf16")).map("relu(a0)")
     return p.build(x)
+
+
+def test_a_segment_is_fused_once(monkeypatch: pytest.MonkeyPatch):
+    """Its time, the order of its weights and its kernel follow from the same fused ops."""
+    passes: list[int] = []
+    apply_rules = segment.apply_rules
+    monkeypatch.setattr(
+        segment, "apply_rules", lambda fusion: passes.append(0) or apply_rules(fusion)
+    )
+    assert plan_for_h200(chain(4, 4096, 3), monkeypatch, forced=False).queues
+    assert len(passes) == 1
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ of the last. Every SM that has tiles of theirs chooses for itself, from scores t
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 from distmega.kernels.hopper.plan.experts import find_wrong_slot, last_matrices
@@ -69,7 +68,7 @@ from distmega.kernels.tasks.fuse import (
     shown_by_views,
 )
 from distmega.kernels.tasks.mode import Mode
-from distmega.program.types import Program
+from distmega.program.types import Program, Tensor
 
 MAX_COPIES = 2
 """Buffers of one class, at most, before each op gets its own."""
@@ -106,12 +105,11 @@ def build_queues(
                 return queues
         raise unfit(f"a segment where {hazard}")
 
-    return first_that_fits(segment, build, partial(takes_norm, weights))
+    return first_that_fits(segment, build, takes_norm)
 
 
-def takes_norm(weights: ArenaLayout, norm: InputNorm, length: int, is_shared: bool) -> bool:
+def takes_norm(norm: InputNorm, weight: Tensor | None, length: int, is_shared: bool) -> bool:
     """Whether linears can do a norm of so many elements; `is_shared` if the SMs keep its result."""
-    weight = weights.tensors.get(norm.weight)
     is_wide = weight is not None and weight.dtype == "f32"
     if norm.kind == "layer_norm":
         return bool(norm.bias) and not is_wide and tiles_k(length) <= STAGE_CHUNKS

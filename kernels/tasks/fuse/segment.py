@@ -24,6 +24,7 @@ What no rule takes is an error that names the op. Next on the walk: ../../hopper
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from typing import TypeVar
 
@@ -52,6 +53,8 @@ T = TypeVar("T")
 
 MOST = Joining()
 """The fewest fused ops."""
+NUM_KEPT = 16
+"""Fused segments: all ways to fuse one, and those of a program beside it."""
 CHOICES = ("argmax", "sample")
 """Kinds that choose an id."""
 
@@ -61,6 +64,14 @@ def fuse_segment(
 ) -> tuple[Fused, ...]:
     """The fused ops of a segment; norms that contractions can't do are pointwise work of their own.
     UnsupportedError names the first op that no rule takes.
+    """
+    return _fused(segment, takes_norm, joining)
+
+
+@lru_cache(maxsize=NUM_KEPT)
+def _fused(segment: Program, takes_norm: TakesNorm, joining: Joining) -> tuple[Fused, ...]:
+    """Kept for who asks next: of one segment the time is predicted, weights are put in order, and a
+    kernel is planned.
     """
     return apply_rules(Fusion(segment, takes_norm, joining))
 

@@ -11,15 +11,15 @@ from distmega.errors import UnsupportedError
 from distmega.kernels.tasks.fuse.types import InputNorm
 from distmega.kernels.tasks.fuse.views import columns_by_views, shown_by_views
 from distmega.program.kinds import kind_of
-from distmega.program.types import Op, Program
+from distmega.program.types import Op, Program, Tensor
 
-TakesNorm = Callable[[InputNorm, int, bool], bool]
-"""Whether contractions can do a norm of so many elements; the last says whether others than
-contractions take its result, too.
+TakesNorm = Callable[[InputNorm, Tensor | None, int, bool], bool]
+"""Whether contractions can do a norm, by its weight, if it has one, of so many elements; the last
+says whether others than contractions take its result, too.
 """
 
 
-def takes_every_norm(norm: InputNorm, length: int, is_shared: bool) -> bool:
+def takes_every_norm(norm: InputNorm, weight: Tensor | None, length: int, is_shared: bool) -> bool:
     """See TakesNorm."""
     return True
 
@@ -82,7 +82,7 @@ class Fusion:
             return name, None
         x, norm = self.read(op, 0), norm_of(op)
         is_shared = bool(others) or name in self.outputs
-        if not self.takes_norm(norm, length, is_shared):
+        if not self.takes_norm(norm, self.tensors.get(norm.weight), length, is_shared):
             return name, None
         if is_shared and op.name not in self.taken:
             self.shared_norms[x, norm] = name
