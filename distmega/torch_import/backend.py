@@ -27,7 +27,7 @@ from distmega.hostir.comm.communicator import require_mesh
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.torch_import.captured import CapturedModule, capture
 from distmega.torch_import.conversion import numbered, overlap
-from distmega.torch_import.exported import EXPORTING
+from distmega.torch_import.graph_numbers import GraphNumbers, NumberForm
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def compile_graph(
     rank), and annotations by patterns of parameter names.
 
     Each combination of input shapes is captured when it first comes, and again where parameters
-    lie elsewhere then; so is each number, where the graph asks for its value. Programs are kept up
+    lie elsewhere then; so is each number whose value the graph asks for. Programs are kept up
     to the limits of dynamo: recompile_limit that differ in numbers alone, and
     accumulated_recompile_limit in all; what was not called for longest goes. Left to torch are
     graphs that overwrite a parameter, and calls with inputs or parameters in the same memory of
@@ -91,8 +91,10 @@ class _Entry:
 
 
 _Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
-_Key = tuple[_Shapes, tuple[str, ...]]
-"""What has a program of its own: shapes and types of tensors, and other inputs as they print."""
+_Key = tuple[frozenset[int], _Shapes, tuple[str, ...]]
+"""What has a program of its own: the inputs that are bound numbers, shapes and types of tensors,
+and other inputs as they print.
+"""
 
 
 class _Compiled:
@@ -101,7 +103,7 @@ class _Compiled:
     def __init__(
         self, graph: fx.GraphModule, mesh: DeviceMesh, annotations: Mapping[str, Any]
     ) -> None:
-        self._graph, self._mesh, self._annotations = graph, mesh, annotations
+        self._mesh, self._annotations = mesh, annotations
         paths = _Paths()
         given = [node for node in graph.graph.nodes if node.op == "placeholder"]
         sources = [getattr(node, "_dynamo_source", None) for node in given]
@@ -114,8 +116,7 @@ class _Compiled:
             if text in named and paths.is_free(alias)
         }
         self._records = _records_gradients(graph)
-        self._numbers = [at for at, node in enumerate(given) if _is_number(node)]
-        self._binds_numbers = False
+        self._numbers = GraphNumbers(graph)
         self._parameters: Sequence[int] = ()
         """Positions of parameters among the inputs, and of all others: what dynamo guards."""
         self._others: Sequence[int] = ()
@@ -132,9 +133,8 @@ class _Compiled:
                 expected="inference",
                 remedy="call the compiled model under torch.no_grad()",
             )
-        binds_numbers = self._binds_numbers  # another thread may set it meanwhile
-        if binds_numbers:
-            args = self._with_numbers(args)
+        form = self._numbers.form  # another thread may set it meanwhile
+        given_by_dynamo, args = args, form.inputs(args)
         if not self._entries:
             positions = range(len(args))
             self._parameters = [at for at in positions if isinstance(args[at], nn.Parameter)]
@@ -142,22 +142,24 @@ class _Compiled:
         others = [args[at] for at in self._others]
         given = _tensors(others)
         key = (
+            form.bound,
             tuple([(x.shape, x.dtype) for x in given]),
             tuple([repr(x) for x in others if not isinstance(x, Tensor)]),
         )
         addresses = tuple(map(Tensor.data_ptr, [args[at] for at in self._parameters]))
         entry = self._found(key)
         if entry is None or entry.addresses != addresses:
+            if self._numbers.free(form, given_by_dynamo):
+                return self(*given_by_dynamo)
             try:
-                entry = self._open(args, given, addresses)
+                entry = self._open(form, args, given, addresses)
             except CaptureError:  # maybe since it asks for a number
-                if binds_numbers or not self._numbers:
+                if not self._numbers.bind(form, given_by_dynamo):
                     raise
-                self._bind_numbers()
-                return self(*args)
+                return self(*given_by_dynamo)
             self._keep(key, entry)
         if entry.has_states or (entry.updates and overlap(_tensors(args))):
-            found: tuple[Any, ...] = self._graph(*args)
+            found: tuple[Any, ...] = form.graph(*args)
             return found
         results: tuple[Any, ...] = entry.module(*given)
         return results
@@ -174,13 +176,15 @@ class _Compiled:
         config = torch._dynamo.config
         with self._lock:
             before = self._entries.pop(key, None)
-            same = [each for each in self._entries if each[0] == key[0]]
+            other = [each for each in self._entries if each[0] != key[0]]  # no call finds these
+            gone = [self._entries.pop(each) for each in other]
+            same = [each for each in self._entries if each[1] == key[1]]
             past = same[: max(0, len(same) + 1 - config.recompile_limit)]
             rest = [each for each in self._entries if each not in past]
             past += rest[: max(0, len(rest) + 1 - config.accumulated_recompile_limit)]
-            gone = [self._entries.pop(each) for each in past]
+            gone += [self._entries.pop(each) for each in past]
             self._entries[key] = entry
-            warns = bool(gone) and not self._has_warned
+            warns = bool(past) and not self._has_warned
             self._has_warned |= warns
         if warns:
             logger.warning(
@@ -196,9 +200,14 @@ class _Compiled:
                 each.module.close()
 
     def _open(
-        self, args: Sequence[Any], given: Sequence[Tensor], addresses: tuple[int, ...]
+        self,
+        form: NumberForm,
+        args: Sequence[Any],
+        given: Sequence[Tensor],
+        addresses: tuple[int, ...],
     ) -> _Entry:
-        module = self._compile(args, given)
+        module = self._compile(form, args, given)
+        self._numbers.note_captured(form)
         graph = module.captured.graph
         has_states = bool(graph.program.with_role("state"))
         return _Entry(
@@ -208,25 +217,13 @@ class _Compiled:
             updates=bool(graph.updated),
         )
 
-    def _bind_numbers(self) -> None:
-        """From now on floats that come as tensors, as dynamo gives them, are a part of programs, as
-        are those that come as they are.
-        """
-        with EXPORTING:
-            if not self._binds_numbers:
-                self._graph = _without_items(self._graph, self._numbers)
-                self._binds_numbers = True
-
-    def _with_numbers(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The inputs, floats as they are."""
-        numbers = {*self._numbers}
-        return tuple(x.item() if at in numbers else x for at, x in enumerate(args))
-
-    def _compile(self, args: Sequence[Any], given: Sequence[Tensor]) -> CapturedModule:
+    def _compile(
+        self, form: NumberForm, args: Sequence[Any], given: Sequence[Tensor]
+    ) -> CapturedModule:
         """The program for inputs of these shapes; parameters and sizes are bound to it. given:
         tensors that come with each call.
         """
-        bound = _Bound(self._graph, self._names, args, self._aliases)
+        bound = _Bound(form.graph, self._names, args, self._aliases)
         tensors = tuple(x.detach() for x in given)
         if overlap(_tensors(args)):  # torch.export would join what an update reaches
             tensors = tuple(x.clone() for x in tensors)
@@ -323,29 +320,6 @@ def _records_gradients(graph: fx.GraphModule) -> bool:
         isinstance(x := node.meta.get("example_value"), Tensor) and x.requires_grad
         for node in last.all_input_nodes
     )
-
-
-def _is_number(given: fx.Node) -> bool:
-    """Whether an input of dynamo's graph is a float: a tensor of which only its number is read."""
-    example = given.meta.get("example_value")
-    return (
-        isinstance(example, Tensor)
-        and (example.dim(), example.dtype, example.device.type) == (0, torch.float64, "cpu")
-        and bool(given.users)
-        and all((user.op, user.target) == ("call_method", "item") for user in given.users)
-    )
-
-
-def _without_items(module: fx.GraphModule, numbers: Sequence[int]) -> fx.GraphModule:
-    """The module, which takes inputs at these positions as numbers, not as tensors of these."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    given = [node for node in graph.nodes if node.op == "placeholder"]
-    for at in numbers:
-        for taken in [*given[at].users]:
-            taken.replace_all_uses_with(given[at])
-            graph.erase_node(taken)
-    return fx.GraphModule(module, graph)
 
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:

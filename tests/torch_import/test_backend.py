@@ -19,6 +19,7 @@ from distmega.errors import CaptureError
 from distmega.sharding.layout.placements import Layout
 from distmega.sharding.planner import Plan
 from distmega.torch_import import backend, captured
+from distmega.torch_import.graph_numbers import GraphNumbers
 from tests.repo.source import ROOT
 from tests.torch_import.running import assert_close
 
@@ -417,30 +418,17 @@ def test_numbers_in_a_program_are_told_apart_by_sign_and_found_again(
     assert counts[0] == counts[1], "each number has its program by then"
 
 
-@torch.no_grad()
-def test_programs_of_numbers_are_kept_up_to_the_limit_of_dynamo(
-    monkeypatch: pytest.MonkeyPatch, dynamo: ModuleType, caplog: pytest.LogCaptureFixture
-):
-    """Each number has a program, of which the one not called for longest goes, with its memory."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-
-        def forward(self, x: Tensor, by: float) -> Tensor:
-            return self.norm(x) * by
-
-    model, x = Scaled().eval(), torch.randn(3, 4)
-    caplog.set_level("WARNING")
+def compiled_with(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Callable[..., Tensor], list[Any], list[weakref.ref[object]]]:
+    """The model compiled, its graphs, and the modules that were captured of them."""
+    made: list[Any] = []
     modules: list[weakref.ref[object]] = []
-    made: list[object] = []
+    opened = backend._Compiled._open
 
     def keep(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         made.append(backend.compile_graph(graph, inputs))
         return made[-1]
-
-    opened = backend._Compiled._open
 
     def note(self: Any, *given: Any) -> object:
         entry = opened(self, *given)
@@ -448,26 +436,93 @@ def test_programs_of_numbers_are_kept_up_to_the_limit_of_dynamo(
         return entry
 
     monkeypatch.setattr(backend._Compiled, "_open", note)
-    compiled = torch.compile(model, backend=keep, dynamic=True)
+    return torch.compile(model, backend=keep, dynamic=True), made, modules
 
-    def call(x: Tensor, *numbers: float) -> None:
-        for by in numbers:
-            assert_close(compiled(x, by), model(x, by))
+
+class Times(nn.Module):
+    def forward(self, x: Tensor, n: int) -> Tensor:
+        return x * n
+
+
+@torch.no_grad()
+def test_programs_of_numbers_are_kept_up_to_the_limit_of_dynamo(
+    monkeypatch: pytest.MonkeyPatch, dynamo: ModuleType, caplog: pytest.LogCaptureFixture
+):
+    """Each has a program, of which the one not called for longest goes, with its memory."""
+    caplog.set_level("WARNING")
+    model, x = Times(), torch.randn(3, 4)
+    compiled, made, modules = compiled_with(model, monkeypatch)
+
+    def call(x: Tensor, *numbers: int) -> None:
+        for n in numbers:
+            assert_close(compiled(x, n), model(x, n))
 
     with dynamo.config.patch(recompile_limit=3):
-        call(x, 0.5, 1.5, 2.5, 0.5, 3.5, 4.5, 0.5)
+        call(x, 15, 25, 35, 15, 45, 55, 15)
     (graph,) = made
     assert len(graph._entries) == 3
-    assert len(modules) == 5, "0.5 was called for all along"
+    assert len(modules) == 5, "15 was called for all along"
     assert [each() is not None for each in modules] == [True, False, False, True, True]
     assert caplog.text.count("raise recompile_limit") == 1
     with dynamo.config.patch(recompile_limit=3):
-        call(x, 2.5)
+        call(x, 35)
     assert len(graph._entries) == 3
     assert caplog.text.count("raise recompile_limit") == 1
     with dynamo.config.patch(accumulated_recompile_limit=2):
-        call(x[:2], 0.5)
+        call(x[:2], 15)
     assert len(graph._entries) == 2
+
+
+@torch.no_grad()
+def test_a_number_that_nothing_asks_for_is_an_input_once_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Though batch norm asks for another of the same graph, whether it is below 0."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, by: float, eps: float) -> Tensor:
+            return nn.functional.batch_norm(x, torch.zeros(4), torch.ones(4), eps=eps) * by
+
+    model, x = Scaled(), torch.randn(3, 4)
+    compiled, made, modules = compiled_with(model, monkeypatch)
+    counts = []
+    for by in (0.5, 1.5, 2.5, 0.5, -0.0):
+        assert_close(compiled(x, by, 1.0), model(x, by, 1.0))
+        counts.append(len(modules))
+    assert counts == [1, 2, 2, 2, 2]
+    assert len(made) == 1
+    assert modules[0]() is None, "no call finds it any longer"
+
+
+def test_a_number_that_captures_ask_for_is_bound_for_good():
+    """a is asked for, b and c are not; each is tried as an input once."""
+    graph = fx.Graph()
+    for name in "abc":
+        given = graph.placeholder(name)
+        given.meta["example_value"] = torch.tensor(0.0, dtype=torch.float64)
+        graph.call_method("item", (given,))
+    graph.output(())
+    numbers, tried = GraphNumbers(fx.GraphModule({}, graph)), list[str]()
+
+    def capture(*values: float) -> str:
+        args = [torch.tensor(value, dtype=torch.float64) for value in values]
+        while True:
+            form = numbers.form
+            if numbers.free(form, args):
+                continue
+            tried.append("".join(name for at, name in enumerate("abc") if at in form.bound))
+            if 0 in form.bound:
+                numbers.note_captured(form)
+                return tried[-1]
+            assert numbers.bind(form, args)
+
+    assert capture(1, 1, 1) == "abc"
+    assert capture(1, 2, 1) == "ac"
+    assert capture(2, 3, 1) == "ac"
+    assert capture(3, 3, 2) == "a"
+    assert tried == ["", "abc", "ac", "c", "ac", "a"]
+    alone = GraphNumbers(fx.GraphModule({}, fx.Graph()))
+    assert not alone.bind(alone.form, ()), "there is nothing to bind"
 
 
 @torch.no_grad()
