@@ -164,10 +164,11 @@ def grouped_linear(
         return out
     if not here:
         return out.zero_()
-    mean = x.shape[0] / min(x.shape[0], groups.num)
+    mean = mean_rows(x.shape[0], groups.num)
     if schedule == "auto" and mean > MANY_ROWS and _fits_matmul(x, w):
         tile_n = min(STAGES) if mean <= WIDE_ROWS else max(STAGES)
-        start_matmul(x, w, out, offsets[groups.first :], tile_n)
+        spec = MatmulSpec(tile_n=tile_n, stages=STAGES[tile_n])
+        launch_groups(x.contiguous(), (w.contiguous(),), out, offsets[groups.first :], here, spec)
         return out
     is_wide = x.dtype == torch.float32
     tiles = WIDE_TILES if is_wide else choose_tiles(x.shape[0], groups.num)
@@ -209,50 +210,41 @@ def mix_groups(
     """A formula of each row's products with the two matrices of its group, as an op of kind
     fused_groups; zeros in rows of other groups. most_rows, schedule: as of grouped_linear.
     """
-    mean = x.shape[0] / max(1, min(x.shape[0], groups.num))
-    fits = schedule == "auto" and mean > MANY_MIXED_ROWS and _fits_matmul(x, upper)
-    if not fits or not _takes(x, upper) or groups.stop == groups.first:
+    mean, here = mean_rows(x.shape[0], groups.num), groups.stop - groups.first
+    fits = schedule == "auto" and mean > MANY_MIXED_ROWS and here > 0
+    if not (fits and _takes(x, upper) and _fits_matmul(x, upper, lower)):
         products = [
             grouped_linear(x, w, offsets, groups, most_rows, schedule) for w in (upper, lower)
         ]
-        return keep_groups(pointwise_results([formula], products)[0], offsets, groups)
+        mixed: Tensor = keep_groups(pointwise_results([formula], products)[0], offsets, groups)
+        return mixed
     out = torch.empty(x.shape[0], upper.shape[1], dtype=x.dtype, device=x.device)
-    start_matmul(x, upper, out, offsets[groups.first :], max(STAGES), lower, formula)
+    tile_n = max(STAGES)
+    spec = MatmulSpec(tile_n=tile_n, stages=STAGES[tile_n], mixes=formula, apart=True)
+    matrices = upper.contiguous(), lower.contiguous()
+    launch_groups(x.contiguous(), matrices, out, offsets[groups.first :], here, spec)
     return out
 
 
-def start_matmul(
-    x: Tensor,
-    w: Tensor,
-    out: Tensor,
-    starts: Tensor,
-    tile_n: int,
-    other: Tensor | None = None,
-    formula: Expr | None = None,
-) -> None:
-    """The matmul kernel over groups, as launch_groups, with tiles of so many columns."""
-    spec = MatmulSpec(tile_n=tile_n, stages=STAGES[tile_n], mixes=formula, apart=other is not None)
-    launch_groups(
-        x.contiguous(), w.contiguous(), out, starts, spec,
-        None if other is None else other.contiguous(),
-    )  # fmt: skip
-
-
-def _fits_matmul(x: Tensor, w: Tensor) -> bool:
-    """Whether the matmul kernel takes such operands of grouped_linear, and an SM can hold it."""
+def _fits_matmul(x: Tensor, *matrices: Tensor) -> bool:
+    """Whether the matmul kernel takes such operands of grouped_linear, and TMA can address them."""
     return (
         x.is_cuda
         and is_hopper(x.device.index)
         and x.dtype == torch.bfloat16
-        and w.shape[1] % GROUP_ALIGNED == 0
-        and x.data_ptr() % TMA_ALIGNED == 0
-        and w.data_ptr() % TMA_ALIGNED == 0
+        and all(w.shape[1] % GROUP_ALIGNED == 0 for w in matrices)
+        and all(each.data_ptr() % TMA_ALIGNED == 0 for each in (x, *matrices))
     )
+
+
+def mean_rows(num_rows: int, num_groups: int) -> float:
+    """Of a group, of so many rows in all; of no more groups than rows."""
+    return num_rows / max(1, min(num_rows, num_groups))
 
 
 def choose_tiles(num_rows: int, num_groups: int) -> ProductTiles:
     """Tiles for so many rows over all groups."""
-    mean = num_rows / min(num_rows, num_groups)
+    mean = mean_rows(num_rows, num_groups)
     return TILES[min((size for size in TILES if size >= mean), default=max(TILES))]
 
 

@@ -87,6 +87,24 @@ def test_pairs_of_products_are_mixed(
         assert torch.equal(found, mix_groups(*given))
 
 
+@pytest.mark.parametrize("schedule", ["static", "drained", "auto"])
+def test_matrices_of_groups_that_nobody_has_are_not_read(schedule: Schedule):
+    """Five groups on two ranks: the second has two, and memory for three."""
+    torch.manual_seed(0)
+    num_rows, k, n = 600, 256, 128
+    x = torch.randn(num_rows, k, device="cuda").bfloat16()
+    pair = [(torch.randn(3, n, k, device="cuda") * k**-0.5).bfloat16() for _ in range(2)]
+    for w in pair:
+        w[2] = float("nan")
+    groups = GroupRange(first=3, stop=5, num=5)
+    offsets = offsets_of(num_rows, 1, 5, "random")
+    exact = [by_torch(x.double(), w[:2].double(), offsets, groups) for w in pair]
+    found = grouped_linear(x, pair[0], offsets, groups, num_rows, schedule)
+    assert float((found.double() - exact[0]).norm() / exact[0].norm()) < 4e-3
+    given = x, *pair, offsets, groups, num_rows, parse("a0 + a1"), schedule
+    assert float((mix_groups(*given).double() - sum(exact)).norm() / exact[0].norm()) < 1e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("num_rows", "choices", "num_groups", "first", "stop", "n"),

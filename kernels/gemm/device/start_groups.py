@@ -4,6 +4,7 @@ In: bf16 rows sorted by group, the matrices of all groups, where groups start, a
 the result where the caller says. Next: groups.py.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 from torch import Tensor
@@ -16,19 +17,26 @@ from distmega.kernels.runtime.relaunch import Launcher
 
 
 def launch_groups(
-    x: Tensor, w: Tensor, out: Tensor, starts: Tensor, spec: MatmulSpec, other: Tensor | None = None
+    x: Tensor,
+    matrices: Sequence[Tensor],
+    out: Tensor,
+    starts: Tensor,
+    num_groups: int,
+    spec: MatmulSpec,
 ) -> None:
     """Starts the kernel on the current stream.
 
-    x [p, k], w [groups, n, k] and, if columns are mixed, other like it; out [p, n]; all bf16 and
-    contiguous, k and n multiples of 8. starts: i32 [groups + 1].
+    x [p, k]; matrices: w [groups, n, k] and, if columns are mixed, another like it; out [p, n]; all
+    bf16 and contiguous, k and n multiples of 8. starts: i32, of num_groups groups and where the
+    last ends. w may have matrices of further groups, which nobody reads.
     """
-    num_groups, n, k = w.shape
-    launcher = _launcher(x.device.index, spec, is_aligned(starts))
-    launcher(
+    w, *others = matrices
+    _, n, k = w.shape
+    blocks = [blocks_of(each.view(-1, k), spec.columns) for each in (w, *others)]
+    _launcher(x.device.index, spec, is_aligned(starts))(
         blocks_of(x, HALF_M.value),
-        blocks_of(w.view(-1, k), spec.columns),
-        None if other is None else blocks_of(other.view(-1, k), spec.columns),
+        blocks[0],
+        blocks[1] if others else None,
         blocks_of(out, HALF_M.value),
         out,
         starts,

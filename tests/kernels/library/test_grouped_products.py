@@ -7,6 +7,7 @@ import torch
 
 from distmega.hostir.library.ops import compile_op
 from distmega.kernels.events import GroupTiles
+from distmega.kernels.library import grouped_products
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.library.grouped_products import (
     LEAST_DEPTH,
@@ -16,9 +17,11 @@ from distmega.kernels.library.grouped_products import (
     choose_tiles,
     chosen,
     grouped_linear,
+    mix_groups,
     multiply_groups,
 )
 from distmega.program.builder import ProgramBuilder
+from distmega.program.expr import parse
 from distmega.program.ops.experts import GroupRange
 from distmega.program.types import Op, Tensor
 from tests.forked import run_module
@@ -125,3 +128,26 @@ def test_what_the_kernel_does_not_take_torch_does():
     assert torch.equal(
         grouped_linear(x, w, offsets, GroupRange(first=0, stop=2, num=2), 4), expected
     )
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_matmul_kernel_is_told_how_many_groups_a_rank_has(
+    mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five groups on two ranks: the second has two, and memory for three."""
+    launched: list[tuple[object, ...]] = []
+    monkeypatch.setattr(grouped_products, "_takes", lambda *operands: True)
+    monkeypatch.setattr(grouped_products, "_fits_matmul", lambda *operands: True)
+    monkeypatch.setattr(grouped_products, "launch_groups", lambda *given: launched.append(given))
+    x, w = torch.zeros(500, 16), torch.zeros(3, 8, 16)
+    offsets = torch.tensor([0, 100, 200, 300, 400, 500], dtype=torch.int32)
+    groups = GroupRange(first=3, stop=5, num=5)
+    if mixed:
+        mix_groups(x, w, w, offsets, groups, 500, parse("a0 * a1"))
+    else:
+        grouped_linear(x, w, offsets, groups, 500)
+    ((_, matrices, out, starts, num_groups, spec),) = launched
+    assert len(matrices) == 1 + mixed
+    assert out.shape == (500, 8)
+    assert (starts.tolist(), num_groups) == ([300, 400, 500], 2)
+    assert (spec.tile_n, spec.is_mixed) == ((256, True) if mixed else (128, False))
