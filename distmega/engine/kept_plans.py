@@ -188,12 +188,14 @@ def _own_files() -> str:
 def _files_below(folder: Path) -> Iterator[str]:
     with os.scandir(folder) as entries:
         for entry in entries:
+            if entry.name.startswith(("__pycache__", ".")):  # an editor's lock leads nowhere
+                continue
             if entry.is_dir():
-                if not entry.name.startswith(("__pycache__", ".")):
-                    yield from _files_below(Path(entry.path))
+                yield from _files_below(Path(entry.path))
             else:
-                about = entry.stat()
-                yield f"{entry.path} {about.st_size} {about.st_mtime_ns}"
+                with suppress(FileNotFoundError):  # it went meanwhile
+                    about = entry.stat()
+                    yield f"{entry.path} {about.st_size} {about.st_mtime_ns}"
 
 
 def _text_of(value: object) -> str:

@@ -103,6 +103,14 @@ def test_a_file_of_distmega_that_changed_is_seen(tmp_path: Path):
     assert len(states) == 2
 
 
+def test_what_editors_and_installers_leave_is_no_file_of_distmega(tmp_path: Path):
+    (tmp_path / "module.py").write_text("a = 1")
+    before = [*kept_plans._files_below(tmp_path)]
+    (tmp_path / ".#module.py").symlink_to("user@host.1234:5678")  # Emacs locks a file so
+    (tmp_path / "moved.py").symlink_to("away.py")
+    assert [*kept_plans._files_below(tmp_path)] == before
+
+
 @pytest.mark.parametrize("damage", ["nothing in it", "half of it", "open to others", "no folder"])
 def test_what_cannot_be_trusted_is_made_anew(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
