@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from distmega.errors import CaptureError
+from distmega.torch_import.exported import EXPORTING
 from distmega.torch_import.operators import custom_ops
 
 MAX_PROVED = 32768
@@ -299,24 +300,37 @@ class _RowsOfTables(TorchFunctionMode):
 
 @contextmanager
 def capturing(rows: StepRows) -> Iterator[None]:
-    """Around a forward: attention and masks are those of the rows."""
-    token = _current.set(rows)
+    """Around a forward: attention and masks are those of the rows, in this thread alone."""
     attention, masks = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
-    replaced = ((attention, "sdpa"), (masks, "sdpa"), (masks, "eager"))
-    before = [(each, each._local_mapping.get(name), name) for each, name in replaced]
-    attention["sdpa"] = attend
-    masks["sdpa"] = seen_rows
-    masks["eager"] = added_rows
-    try:
-        with _RowsOfTables(rows):
-            yield
-    finally:
-        _current.reset(token)
-        for registry, function, name in before:
-            if function is None:
-                registry._local_mapping.pop(name, None)
-            else:
-                registry[name] = function
+    replaced = (
+        (attention, "sdpa", attend),
+        (masks, "sdpa", seen_rows),
+        (masks, "eager", added_rows),
+    )
+    with EXPORTING:  # two that overlap would put each other's functions back
+        token = _current.set(rows)
+        before = [(each, each._local_mapping.get(name), name) for each, name, _ in replaced]
+        for registry, name, function in replaced:
+            registry[name] = _while_capturing(function, registry[name])
+        try:
+            with _RowsOfTables(rows):
+                yield
+        finally:
+            _current.reset(token)
+            for registry, function, name in before:
+                if function is None:
+                    registry._local_mapping.pop(name, None)
+                else:
+                    registry[name] = function
+
+
+def _while_capturing(own: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`own` in the thread that captures, `plain` in others, which may run models meanwhile."""
+
+    def chosen(*args: Any, **options: Any) -> Any:
+        return (plain if _current.get(None) is None else own)(*args, **options)
+
+    return chosen
 
 
 def seen_rows(*, mask_function: Callable[..., Any], batch_size: int = 1, **other: Any) -> Tensor:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 from unittest.mock import patch
 
@@ -63,14 +64,23 @@ class _WithoutRandomness(TorchFunctionMode):
 
 @contextmanager
 def _without_filling() -> Iterator[None]:
-    """torch.nn.init leaves parameters too; its loop for a truncated normal would go on until it
-    finds values that are in bounds.
+    """torch.nn.init leaves parameters of this thread too; its loop for a truncated normal would go
+    on until it finds values that are in bounds.
     """
-    with ExitStack() as stack:
+    here = get_ident()
+
+    def unless_here(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def filled(x: Tensor, *args: Any, **options: Any) -> Tensor:
+            return x if get_ident() == here else fill(x, *args, **options)
+
+        return filled
+
+    with EXPORTING, ExitStack() as stack:  # two that overlap would leave torch without filling
         for name in _RANDOM:
             inner = f"_no_grad_{name}"
             if hasattr(nn.init, inner):
-                stack.enter_context(patch.object(nn.init, inner, lambda x, *args, **options: x))
+                fill = unless_here(getattr(nn.init, inner))
+                stack.enter_context(patch.object(nn.init, inner, fill))
         yield
 
 

@@ -3,9 +3,11 @@
 import random
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from threading import Event
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from transformers import (
     PretrainedConfig,
     ViTConfig,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from distmega import CPU, DeviceMesh, plan_program, replicate, shard
 from distmega.compiled import CompiledProgram
@@ -29,7 +33,12 @@ from distmega.torch_import.huggingface.attention import (
     rows_cache,
     seen_rows,
 )
-from distmega.torch_import.huggingface.decoders import HfDecoder, make_model, open_decoder
+from distmega.torch_import.huggingface.decoders import (
+    HfDecoder,
+    _without_filling,
+    make_model,
+    open_decoder,
+)
 from tests.hostir.threads import ThreadCommunicator, Wires
 from tests.repo.source import ROOT
 from tests.torch_import.families import FAMILIES, VOCAB
@@ -303,6 +312,56 @@ def test_a_mask_is_causal_only_if_it_is_for_every_pair():
     assert proved_window(lambda b, h, q, k: (k <= q) & (k != 3), 40) is None
     assert proved_window(lambda b, h, q, k: (k <= q) & (q // 8 == k // 8), 40) is None
     assert proved_window(lambda b, h, q, k: k < q + 2, 40) is None
+
+
+def one_row() -> StepRows:
+    return StepRows(positions=torch.zeros(1, dtype=torch.long), max_context=4)
+
+
+def functions_of_libraries() -> list[object]:
+    """Those that captures and models being made put others in the place of."""
+    registries = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    found = [
+        registry[name] for registry in registries for name in ("sdpa", "eager") if name in registry
+    ]
+    return [*found, *(f for name, f in vars(nn.init).items() if name.startswith("_no_grad_"))]
+
+
+@pytest.mark.parametrize(
+    "enter", [lambda: capturing(one_row()), _without_filling], ids=["captures", "models"]
+)
+def test_threads_leave_torch_and_transformers_as_they_were(
+    enter: Callable[[], AbstractContextManager[None]],
+):
+    """Whichever of two that open folders at once is the first to end."""
+    before, entered, go = functions_of_libraries(), Event(), Event()
+
+    def second() -> None:
+        with enter():
+            entered.set()
+            assert go.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        with enter():
+            done = pool.submit(second)
+            entered.wait(0.3)
+        go.set()
+        done.result()
+    assert functions_of_libraries() == before
+
+
+def test_other_threads_run_and_make_models_during_a_capture():
+    model, ids = reference(family_config("llama")), torch.tensor([[3, 4, 5]])
+
+    def elsewhere() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return model(ids).logits, nn.init.normal_(torch.zeros(4))
+
+    expected, _ = elsewhere()
+    with ThreadPoolExecutor(1) as pool, capturing(one_row()), _without_filling():
+        logits, drawn = pool.submit(elsewhere).result()
+    assert torch.equal(logits, expected)
+    assert drawn.any()
 
 
 def test_parameters_are_never_filled():
