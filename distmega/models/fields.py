@@ -104,8 +104,18 @@ MAX_TEXT_BYTES = 2**28
 
 
 def require_target(path: Path) -> None:
-    """ModelError for a link to what is not there, as caches have them whose files were removed."""
-    if path.is_symlink() and not path.exists():
+    """ModelError for a link to what is not there, as caches have them whose files were removed, and
+    for what is in a folder of someone else's.
+    """
+    try:
+        leads_nowhere = path.is_symlink() and not path.exists()
+    except PermissionError as error:
+        raise ModelError(
+            f"{path} can't be looked at ({error.strerror})",
+            expected="a path that may be read",
+            remedy="check its permissions, and those of the folders that it is in",
+        ) from error
+    if leads_nowhere:
         raise ModelError(
             f"{path} is a link to {path.readlink()}, which is not there",
             expected="what it links to",

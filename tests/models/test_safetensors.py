@@ -2,12 +2,14 @@
 incomplete folders.
 """
 
+import errno
 import json
 import os
 import random
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -235,6 +237,34 @@ def test_a_shard_and_a_model_that_link_to_nothing_are_named(sharded: Path):
     model.symlink_to("gone.gguf")
     with pytest.raises(ModelError, match=r"model\.gguf is a link to gone\.gguf"):
         open_model(model)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, method: str, folder: Path, ending: str = "") -> None:
+    """Lets a method of paths in the folder fail as the system does where nothing is allowed."""
+    allowed = getattr(Path, method)
+
+    def refused(path: Path, *args: Any, **options: Any) -> Any:
+        if path.parent == folder and path.name.endswith(ending):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return allowed(path, *args, **options)
+
+    monkeypatch.setattr(Path, method, refused)
+
+
+def test_the_folder_of_someone_else_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    FAMILIES["qwen3"].build().save_pretrained(tmp_path)
+    refuse(monkeypatch, "stat", tmp_path)
+    with pytest.raises(ModelError, match=r"config\.json can't be looked at \(Permission denied\)"):
+        open_model(tmp_path)
+
+
+def test_weights_of_someone_else_are_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    FAMILIES["qwen3"].build().save_pretrained(tmp_path)
+    refuse(monkeypatch, "open", tmp_path, SINGLE)
+    with pytest.raises(ModelError, match=r"model\.safetensors can't be read \(Permission denied\)"):
+        open_model(tmp_path)
 
 
 @pytest.mark.parametrize("name", [SINGLE, "config.json", "generation_config.json"])

@@ -169,8 +169,15 @@ def _open_indexed(folder: Path) -> dict[str, SafetensorsArray]:
 def _open_file(path: Path) -> _File:
     require_file(path)
     try:
+        path.open("rb").close()  # safetensors says of each file that it can't open: no such file
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise ModelError(
+            f"{path} can't be read ({error.strerror or error})",
+            expected="a readable file",
+            remedy="check its permissions",
+        ) from error
+    except SafetensorError as error:
         raise ModelError(
             f"{path} is truncated or damaged ({error})",
             expected="a complete safetensors file",
