@@ -176,7 +176,8 @@ def _event() -> torch.cuda.Event:
 @contextmanager
 def tuning(path: Path = CHOICES) -> Iterator[None]:
     """Calls of kernels in the block measure what is not known yet; at its end the table is written
-    to `path`, and ranks of a process group, all of which must be in the block, take over rank 0's.
+    to `path`, or there is a warning where it can't be, and ranks of a process group, all of which
+    must be in the block, take over rank 0's.
     """
     _table.measuring = True
     _table.version += 1
@@ -195,7 +196,10 @@ def tuning(path: Path = CHOICES) -> Iterator[None]:
         _table.entries = _of_text(str(first, "utf-8"))
     _table.version += 1
     if not many or dist.get_rank() == 0:
-        write_choices(path, _table.known())
+        try:
+            write_choices(path, _table.known())
+        except OSError as error:
+            _log.warning("choices of kernels can't be kept in %s (%s)", path, error.strerror)
 
 
 def read_choices(path: Path) -> dict[str, KernelChoice]:

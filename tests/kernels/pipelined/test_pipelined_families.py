@@ -109,6 +109,20 @@ def test_choices_are_measured_within_tuning_only(launched, monkeypatch, tmp_path
     assert list(tuning.read_choices(tmp_path / "choices.json").values()) == [best]
 
 
+def test_choices_that_cannot_be_written_hold_in_this_process(
+    launched, monkeypatch, tmp_path, caplog
+):
+    """The caller has what was measured, and no error behind a block that did all it should."""
+    monkeypatch.setattr(tuning, "_median_us", lambda choices, run: dict.fromkeys(choices, 1.0))
+    folder = tmp_path / "folder"
+    folder.write_text("a file")
+    family, operands = rms_family(40, 512)
+    with tuning.tuning(folder / "choices.json"):
+        family.run(operands)
+    assert len(tuning._table.known()) == 1
+    assert f"can't be kept in {folder}" in caplog.text
+
+
 def _measure_and_report(rank: int, folder: Path, answers: multiprocessing.Queue) -> None:
     """A rank whose own measurements favour the candidate of its number."""
     store = dist.FileStore(str(folder / "store"), 2)
