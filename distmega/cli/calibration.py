@@ -11,7 +11,12 @@ from pathlib import Path
 from distmega.cli.findings import HOPPER, Facts, Finding
 from distmega.errors import RequestError, counted
 from distmega.kernels.gemm.times.rates import OverlapRates
-from distmega.kernels.gemm.times.rates_file import Measured, library_versions, write_rates
+from distmega.kernels.gemm.times.rates_file import (
+    Measured,
+    library_versions,
+    require_rates_folder,
+    write_rates,
+)
 from distmega.launch.contract import Emitted, LauncherOptions
 from distmega.launch.launchers import launch
 
@@ -22,7 +27,7 @@ LIMIT_S = 120.0
 
 def calibrate_machine(facts: Facts) -> Iterator[Finding]:
     """Measures teams of 2, 4 and 8 ranks and writes a file for each. RequestError on a machine
-    without two Hopper GPUs that are alike.
+    without two Hopper GPUs that are alike, and where files can't be written.
     """
     names = {gpu.name for gpu in facts.gpus}
     fits = len(names) == 1 and all(gpu.capability == HOPPER for gpu in facts.gpus)
@@ -33,6 +38,7 @@ def calibrate_machine(facts: Facts) -> Iterator[Finding]:
             expected="two or more Hopper GPUs of one kind",
             remedy="leave it out; built-in rates are used",
         )
+    require_rates_folder(facts.gpus[0].name)
     for num_ranks in (team for team in TEAMS if team <= len(facts.gpus)):
         options = LauncherOptions(
             num_ranks=num_ranks, device="cuda", timeout_s=LIMIT_S, start_timeout_s=LIMIT_S

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from distmega.cli.calibration import calibrate_machine
 from distmega.cli.findings import Facts, Finding, Gpu, examine, gather_facts
 from distmega.cli.main import main
 from distmega.errors import RequestError
+from distmega.kernels.gemm.times import rates_file
 
 CPU_MACHINE = Facts(
     packages={"torch": "2.13.0+cpu", "ray": "2.60.0"},
@@ -168,6 +170,17 @@ def test_calibration_needs_gpus() -> None:
     older = replace(GPU_MACHINE, gpus=(replace(H200, capability=(8, 0)),) * 2)
     with pytest.raises(RequestError, match="two or more Hopper GPUs of one kind"):
         list(calibrate_machine(older))
+
+
+def test_calibration_looks_for_its_folder_before_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.write_text("a file")
+    required = partial(rates_file.require_rates_folder, folder=folder)
+    monkeypatch.setattr("distmega.cli.calibration.require_rates_folder", required)
+    with pytest.raises(RequestError, match=r"measured rates can't be written to .*XDG_CACHE_HOME"):
+        list(calibrate_machine(GPU_MACHINE))
 
 
 def test_a_torch_that_does_not_load_is_reported_and_hides_nothing(tmp_path: Path) -> None:

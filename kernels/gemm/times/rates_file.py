@@ -20,7 +20,7 @@ from distmega.json_file import read_json_file
 from distmega.kernels.gemm.times.rates import OverlapRates
 from distmega.kernels.gemm.times.ways import MatmulModel
 from distmega.sharding.search.cost import Machine
-from distmega.whole_file import replace_text
+from distmega.whole_file import replace_text, require_writable
 
 FOLDER = cache_folder()
 VERSION = 5
@@ -51,6 +51,22 @@ def rates_path(device: str, num_ranks: int, folder: Path = FOLDER) -> Path:
     """Where the rates of so many ranks on GPUs of that name are."""
     words = "".join(c if c.isalnum() else "-" for c in device.lower())
     return folder / f"overlap-{words}-{num_ranks}.json"
+
+
+def require_rates_folder(device: str, folder: Path = FOLDER) -> None:
+    """Makes the folder; RequestError where rates can't be written there: before they are measured,
+    which takes minutes.
+    """
+    path = rates_path(device, 0, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        require_writable(path)
+    except OSError as error:
+        raise RequestError(
+            f"measured rates can't be written to {folder} ({error.strerror})",
+            expected="a folder that is there, or can be made, and may be written",
+            remedy="give permission to write there, or name another one by XDG_CACHE_HOME",
+        ) from error
 
 
 def write_rates(measured: Measured, folder: Path = FOLDER) -> Path:
