@@ -6,6 +6,7 @@ refused rather than passed over. Next: ways.py.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -26,6 +27,8 @@ FOLDER = cache_folder()
 VERSION = 5
 """Of the file's form."""
 REMEDY = "run: distmega doctor --calibrate (or remove the file to use built-in rates)"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +87,15 @@ def calibrated(
     libraries: Mapping[str, str],
     folder: Path = FOLDER,
 ) -> Machine:
-    """The machine with measured rates, or as it is if there is no file. RequestError for a file
-    that does not fit.
+    """The machine with measured rates, or as it is if there is no file, or a folder that this user
+    may not enter. RequestError for a file that does not fit.
     """
     path = rates_path(device, num_ranks, folder)
-    if not path.exists():
+    try:
+        if not path.exists():
+            return machine
+    except PermissionError as error:  # the home of another user
+        _log.warning("%s can't be looked at (%s); using built-in rates", path, error.strerror)
         return machine
     measured = read_rates(path)
     here = {"device": device, "num_ranks": num_ranks, "libraries": dict(libraries)}

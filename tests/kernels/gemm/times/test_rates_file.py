@@ -1,5 +1,6 @@
 """Measured rates: kept, read back, refused where they do not fit."""
 
+import errno
 import json
 import math
 import os
@@ -38,6 +39,18 @@ def test_what_is_written_is_read_back(tmp_path: Path):
     assert path == rates_path(DEVICE, 2, tmp_path)
     assert path.name == "overlap-nvidia-h200-2.json"
     assert calibrated(H200, DEVICE, 2, LIBRARIES, tmp_path).overlap.rates == MEASURED.rates
+
+
+def test_built_in_rates_where_the_folder_is_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As for a service that was started with the home of who started it."""
+
+    def refused(path: Path, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refused)
+    assert calibrated(H200, DEVICE, 2, LIBRARIES, tmp_path) == H200
 
 
 def test_built_in_rates_where_nothing_was_measured(tmp_path: Path):
