@@ -7,12 +7,16 @@ of kernels, kept plans and records.
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from distmega.errors import RequestError, argument
+
+LEFT_S = 3600.0
+"""Age of a part from which nobody writes to it any more."""
 
 
 @contextmanager
@@ -41,6 +45,14 @@ def replace_text(path: Path, text: str) -> None:
     """Writes the file anew with a text in UTF-8, as replace_file does."""
     with replace_file(path) as file:
         file.write(text.encode())
+
+
+def remove_left_parts(folder: Path) -> None:
+    """Removes what replace_file left in a folder where its process was killed."""
+    for part in folder.glob(f".{'?' * 16}.part"):
+        with suppress(FileNotFoundError):  # another process may have removed it
+            if part.stat().st_mtime < time.time() - LEFT_S:
+                part.unlink()
 
 
 def require_writable(path: Path) -> None:

@@ -24,7 +24,7 @@ from typing import TypeVar, cast
 from distmega import hostir, kernels, sharding
 from distmega.collecting import gc_paused
 from distmega.folders import cache_folder
-from distmega.whole_file import replace_file
+from distmega.whole_file import remove_left_parts, replace_file
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -144,6 +144,7 @@ def _write(path: Path, key: str, value: object) -> None:
         with replace_file(path, mode=0o600) as file:
             pickle.dump((key, value), file, pickle.HIGHEST_PROTOCOL)
         _remove_oldest(path.parent)
+        remove_left_parts(path.parent)
     except (OSError, pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         _log.debug("%s can't be written: %s", path, error)  # or the value has no pickle
 

@@ -1,6 +1,10 @@
 """Plans on disk: what is made once, what anew, and that what is read equals what was made."""
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +35,7 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from distmega.superopt.rules import RewriteRule, shipped_rules
+from distmega.whole_file import replace_file
 
 ALONE = DeviceMesh(tp=1)
 CONFIG = ModelConfig(
@@ -148,6 +153,26 @@ def test_the_oldest_files_are_removed(tmp_path: Path, monkeypatch: pytest.Monkey
     for number in range(5):
         process(folder=tmp_path)("plan", number, Made(number))
     assert len([*tmp_path.iterdir()]) == 3
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path):
+    """Ranks are killed where one of them fails, or at Ctrl-C, whatever they write."""
+    write = f"""
+import os, pathlib, signal
+from distmega.whole_file import replace_file
+with replace_file(pathlib.Path({str(tmp_path / "plan-0.pickle")!r})) as file:
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", write], check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    os.utime(left, (0, 0))
+    with replace_file(tmp_path / "plan-2.pickle"):
+        process(folder=tmp_path)("plan", 1, Made(1))
+    assert not left.exists()
+    assert len([*tmp_path.glob("plan-*.pickle")]) == 2, "what others are writing stays"
 
 
 def test_a_decode_plan_is_read_as_it_was_made(decode_plan: DecodePlan, tmp_path: Path):
