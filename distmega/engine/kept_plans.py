@@ -31,8 +31,8 @@ F = TypeVar("F")
 
 FOLDER: Path | None = cache_folder() / "plans"
 """Where files are; None: nothing is kept."""
-MOST_FILES = 64
-"""The oldest are removed beyond."""
+MOST_FILES = 256
+"""The oldest are removed beyond. An engine of 8 ranks has some 50, of up to a few MB each."""
 
 _log = logging.getLogger(__name__)
 
