@@ -43,17 +43,19 @@ def pack_prompts(prompts: Mapping[int, Tokens], budget: int) -> list[list[Prompt
     """Passes of at most `budget` tokens, all but the last of as many; slots in ascending order."""
     passes: list[list[PromptPart]] = []
     capacity = 0
-    for slot, ids in sorted(prompts.items()):
-        position = 0
-        while position < len(ids):
+    for slot in sorted(prompts):
+        ids = prompts[slot]
+        position, num_ids = 0, len(ids)
+        while position < num_ids:
             if not capacity:
                 passes.append([])
                 capacity = budget
-            piece = ids[position : position + capacity]
-            capacity -= len(piece)
-            ends = position + len(piece) == len(ids)
+            stop = min(position + capacity, num_ids)
+            ends = stop == num_ids
+            piece = ids[position:stop]
             passes[-1].append(PromptPart(slot=slot, position=position, ids=piece, ends=ends))
-            position += len(piece)
+            capacity -= stop - position
+            position = stop
     return passes
 
 

@@ -86,6 +86,8 @@ class Prefills:
         self._packs = num_micro_batches(decode_plan) == 1
         alone = decode_plan.staged.stage.num_stages == 1 and self._packs
         self._captures = device.type == "cuda" and alone
+        self._may_be_long = device.type == "cuda" and self._max_context >= LONG_KEYS
+        """Whether sequences of a pass may be."""
         self._recurrent = bool(decode_plan.config.recurrent_states)
         self._budget = 1 if self._recurrent else decode_plan.options.max_batched_tokens
         """Tokens of a pass, at most."""
@@ -201,13 +203,13 @@ class Prefills:
             num_tokens += len(part.ids)
         capacity = num_tokens + self._max_context - parts[-1].stop
         size = prefill_size(self._decode_plan, num_tokens, min(capacity, self._budget))
-        may_be_long = self._device.type == "cuda" and self._max_context >= LONG_KEYS
-        is_long = may_be_long and keys_a_row(parts) >= LONG_KEYS
+        is_long = self._may_be_long and keys_a_row(parts) >= LONG_KEYS
         program = self._program(size, logits, is_long=is_long)
         memory = program.memory
         assert memory is not None, "programs of packed prompts have it"
         rows = memory.rows
-        await_event(rows, self._limit_s, self._name)
+        if not rows.query():
+            await_event(rows, self._limit_s, self._name)
         rows.lay(parts)
         if program.graph is None:
             rows.queue_copy()
