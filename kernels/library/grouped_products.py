@@ -165,7 +165,7 @@ def grouped_linear(
     if not here:
         return out.zero_()
     mean = mean_rows(x.shape[0], groups.num)
-    if schedule == "auto" and mean > MANY_ROWS and _fits_matmul(x, w):
+    if schedule == "auto" and mean > MANY_ROWS and _fits_matmul(x, offsets, w):
         tile_n = min(STAGES) if mean <= WIDE_ROWS else max(STAGES)
         spec = MatmulSpec(tile_n=tile_n, stages=STAGES[tile_n])
         launch_groups(x.contiguous(), (w.contiguous(),), out, offsets[groups.first :], here, spec)
@@ -212,7 +212,7 @@ def mix_groups(
     """
     mean, here = mean_rows(x.shape[0], groups.num), groups.stop - groups.first
     fits = schedule == "auto" and mean > MANY_MIXED_ROWS and here > 0
-    if not (fits and _takes(x, upper) and _fits_matmul(x, upper, lower)):
+    if not (fits and _takes(x, upper) and _fits_matmul(x, offsets, upper, lower)):
         products = [
             grouped_linear(x, w, offsets, groups, most_rows, schedule) for w in (upper, lower)
         ]
@@ -226,12 +226,14 @@ def mix_groups(
     return out
 
 
-def _fits_matmul(x: Tensor, *matrices: Tensor) -> bool:
-    """Whether the matmul kernel takes such operands of grouped_linear, and TMA can address them."""
+def _fits_matmul(x: Tensor, offsets: Tensor, *matrices: Tensor) -> bool:
+    """Whether the matmul kernel takes such operands, of which `_takes` is so, and TMA can address
+    them.
+    """
     return (
-        x.is_cuda
-        and is_hopper(x.device.index)
-        and x.dtype == torch.bfloat16
+        is_hopper(x.device.index)
+        and all(each.dtype == torch.bfloat16 for each in (x, *matrices))
+        and offsets.dtype == torch.int32
         and all(w.shape[1] % GROUP_ALIGNED == 0 for w in matrices)
         and all(each.data_ptr() % TMA_ALIGNED == 0 for each in (x, *matrices))
     )

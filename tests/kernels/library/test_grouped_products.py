@@ -151,3 +151,23 @@ def test_the_matmul_kernel_is_told_how_many_groups_a_rank_has(
     assert out.shape == (500, 8)
     assert (starts.tolist(), num_groups) == ([300, 400, 500], 2)
     assert (spec.tile_n, spec.is_mixed) == ((256, True) if mixed else (128, False))
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float32])
+def test_the_matmul_kernel_is_given_what_it_is_compiled_for(
+    kind: torch.dtype, lower: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two matrices of a group may be of two types; where groups start may be in wide numbers."""
+    launched: list[int] = []
+    monkeypatch.setattr(grouped_products, "has_tiles", lambda device: True)
+    monkeypatch.setattr(grouped_products, "is_hopper", lambda index: True)
+    monkeypatch.setattr(grouped_products, "launch_groups", lambda *given: launched.append(1))
+    monkeypatch.setattr(
+        grouped_products, "grouped_linear", lambda x, w, *given: torch.zeros(len(x), w.shape[1])
+    )
+    x, upper = torch.zeros(500, 16).bfloat16(), torch.zeros(2, 8, 16).bfloat16()
+    offsets = torch.tensor([0, 200, 500], dtype=kind)
+    groups = GroupRange(first=0, stop=2, num=2)
+    mix_groups(x, upper, upper.to(lower), offsets, groups, 500, parse("a0 * a1"))
+    assert bool(launched) == (kind == torch.int32 and lower == torch.bfloat16)
