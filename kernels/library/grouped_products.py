@@ -168,7 +168,7 @@ def grouped_linear(
     if schedule == "auto" and mean > MANY_ROWS and _fits_matmul(x, offsets, w):
         tile_n = min(STAGES) if mean <= WIDE_ROWS else max(STAGES)
         spec = MatmulSpec(tile_n=tile_n, stages=STAGES[tile_n])
-        launch_groups(x.contiguous(), (w.contiguous(),), out, offsets[groups.first :], here, spec)
+        launch_groups(_for_tma(x), (_for_tma(w),), out, offsets[groups.first :], here, spec)
         return out
     is_wide = x.dtype == torch.float32
     tiles = WIDE_TILES if is_wide else choose_tiles(x.shape[0], groups.num)
@@ -184,7 +184,7 @@ def grouped_linear(
     rows, matrices = (
         TensorDescriptor.from_tensor(each, [tile, depth])
         for each, tile in (
-            (x.contiguous(), tiles.rows), (w.contiguous().view(-1, w.shape[2]), tiles.columns)
+            (_for_tma(x), tiles.rows), (_for_tma(w).view(-1, w.shape[2]), tiles.columns)
         )
     )  # fmt: skip
     launch(
@@ -221,22 +221,27 @@ def mix_groups(
     out = torch.empty(x.shape[0], upper.shape[1], dtype=x.dtype, device=x.device)
     tile_n = max(STAGES)
     spec = MatmulSpec(tile_n=tile_n, stages=STAGES[tile_n], mixes=formula, apart=True)
-    matrices = upper.contiguous(), lower.contiguous()
-    launch_groups(x.contiguous(), matrices, out, offsets[groups.first :], here, spec)
+    matrices = _for_tma(upper), _for_tma(lower)
+    launch_groups(_for_tma(x), matrices, out, offsets[groups.first :], here, spec)
     return out
 
 
 def _fits_matmul(x: Tensor, offsets: Tensor, *matrices: Tensor) -> bool:
-    """Whether the matmul kernel takes such operands, of which `_takes` is so, and TMA can address
-    them.
-    """
+    """Whether the matmul kernel takes such operands, of which `_takes` is so."""
     return (
         is_hopper(x.device.index)
         and all(each.dtype == torch.bfloat16 for each in (x, *matrices))
         and offsets.dtype == torch.int32
         and all(w.shape[1] % GROUP_ALIGNED == 0 for w in matrices)
-        and all(each.data_ptr() % TMA_ALIGNED == 0 for each in (x, *matrices))
     )
+
+
+def _for_tma(x: Tensor) -> Tensor:
+    """x, or a copy where TMA can't address it: planners look at types alone, and torch, which would
+    ask the host for rows, breaks graphs.
+    """
+    x = x.contiguous()
+    return x if x.data_ptr() % TMA_ALIGNED == 0 else x.clone()
 
 
 def mean_rows(num_rows: int, num_groups: int) -> float:

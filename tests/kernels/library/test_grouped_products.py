@@ -2,6 +2,8 @@
 interpreter by both schedules, machine code for sm_90a, and which schedule costs choose.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -171,3 +173,32 @@ def test_the_matmul_kernel_is_given_what_it_is_compiled_for(
     groups = GroupRange(first=0, stop=2, num=2)
     mix_groups(x, upper, upper.to(lower), offsets, groups, 500, parse("a0 * a1"))
     assert bool(launched) == (kind == torch.int32 and lower == torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_rows", [20, 500])
+def test_operands_that_tma_can_not_address_are_copied(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the tiles of few rows, and by the matmul kernel."""
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(grouped_products, "has_tiles", lambda device: True)
+    monkeypatch.setattr(grouped_products, "is_hopper", lambda index: True)
+    monkeypatch.setattr(grouped_products, "num_sms", lambda index: 132)
+
+    def launch(
+        kernel: object, grid: object, x: Any, w: Any, *others: object, **more: object
+    ) -> None:
+        given.extend((x.base, w.base))
+
+    def launch_groups(x: Any, matrices: Any, *others: object) -> None:
+        given.extend((x, *matrices))
+
+    for function in (launch, launch_groups):
+        monkeypatch.setattr(grouped_products, function.__name__, function)
+    x = torch.randn(num_rows * 16 + 1).bfloat16()[1:].view(num_rows, 16)
+    w = torch.randn(2 * 8 * 16 + 1).bfloat16()[1:].view(2, 8, 16)
+    offsets = torch.tensor([0, 7, num_rows], dtype=torch.int32)
+    grouped_linear(x, w, offsets, GroupRange(first=0, stop=2, num=2), num_rows)
+    assert [each.data_ptr() % 16 for each in given] == [0, 0]
+    assert torch.equal(given[0], x)
+    assert torch.equal(given[1].view(w.shape), w)
