@@ -44,7 +44,8 @@ class WithAttributes(nn.Module):
         owner = self.module
         for part in path.split(".") if path else ():
             owner = getattr(owner, part)
-        return getattr(owner, name, None)
+        found = getattr(owner, name, None)
+        return found if isinstance(found, Tensor) else None  # a list would be several results
 
 
 def plain_tensors(module: nn.Module) -> dict[Attribute, Tensor]:

@@ -137,6 +137,8 @@ class Counting(nn.Module):
                 self.table = self.table.clone()
             case "computed":
                 self.kept = (self.other - 1).to(torch.float64).float()
+            case "lists":
+                self.kept, self.third = self.kept.clone(), [x * 1, x * 2]  # type: ignore[assignment]
             case "by a weight":
                 self.kept = self.table * 1
         return y
@@ -152,7 +154,7 @@ def test_a_tensor_that_another_call_would_find_changed_is_refused(change: str, a
 
 @torch.no_grad()
 @pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("change", ["nothing", "copies", "computed", "a buffer in place"])
+@pytest.mark.parametrize("change", ["nothing", "copies", "computed", "a buffer in place", "lists"])
 def test_what_is_replaced_by_the_same_numbers_is_not_refused(change: str, asks: bool):
     module, own = Counting(change, asks=asks), Counting(change, asks=asks)
     compiled = distmega.capture(module, (torch.ones(4),)).compile()
