@@ -112,6 +112,7 @@ class PassRows:
             self._tokens[row:stop] = part.ids
             row = stop
         if spans != self._spans:
+            self._spans = []  # until all lie there, whatever ends this
             self._lay_spans(spans)
             self._spans = spans
 

@@ -112,6 +112,22 @@ def test_passes_hold_each_token_once_and_in_order(prompts, budget, spare):
     assert cached == {slot: len(ids) for slot, ids in prompts.items()}
 
 
+def test_rows_that_were_half_laid_are_laid_again():
+    """As where a user interrupts a call and makes the one before again."""
+    (first,) = pack_prompts({0: array("q", (1, 2)), 1: array("q", (3,))}, 8)
+    (second,) = pack_prompts({1: array("q", (4, 5, 6))}, 8)
+    rows, expected = PassRows(4, 2, 8), PassRows(4, 2, 8)
+    expected.lay(first)
+    rows.lay(first)
+    with (
+        patch("distmega.engine.packing.accumulate", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        rows.lay(second)
+    rows.lay(first)
+    assert torch.equal(rows.memory, expected.memory)
+
+
 @pytest.mark.nightly  # small models below, on one rank and on two
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_real_weights_give_what_each_prompt_gives_alone(num_ranks: int):
