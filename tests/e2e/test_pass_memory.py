@@ -1,13 +1,16 @@
 """What passes of prompts hand to the host: words with the number of their pass."""
 
+from array import array
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from distmega.engine import pass_memory
-from distmega.engine.pass_memory import MOST_PASSES, SentTokens
-from distmega.hostir.run.deadline import ends_within
+from distmega.engine.packing import PromptPart
+from distmega.engine.pass_memory import MOST_PASSES, SentRows, SentTokens
+from distmega.hostir.run.deadline import Reached, ends_within
 from distmega.models.decoder import PEAKS
 
 CPU = torch.device("cpu")
@@ -52,17 +55,27 @@ def test_tokens_are_there_once_both_words_of_every_asked_slot_are():
     assert sent.answer([2, 0], 2).read() == {2: (6, True), 0: (4, True)}
 
 
-def test_a_gpu_that_has_failed_ends_the_wait_with_its_own_error():
+def sent_rows() -> SentRows:
+    """Rows whose copy never ran."""
+    rows = SentRows(2, 1, 4, CPU)
+    rows.lay([PromptPart(slot=0, position=0, ids=array("q", (1, 2)), ends=True)])
+    rows.note_sent()
+    return rows
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: SentTokens(1, CPU).answer([0], 1), sent_rows], ids=["tokens", "rows"]
+)
+def test_a_gpu_that_has_failed_ends_the_wait_with_its_own_error(make: Callable[[], Reached]):
     """Words of a kernel that never ran don't come; the driver knows why."""
 
     class Stream:
         def query(self) -> bool:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    answer = SentTokens(1, CPU).answer([0], 1)
     with (
         patch.object(pass_memory.torch.cuda, "is_available", lambda: True),
         patch.object(pass_memory.torch.cuda, "current_stream", Stream),
         pytest.raises(RuntimeError, match="illegal memory access"),
     ):
-        ends_within(answer, 60.0)
+        ends_within(make(), 10.0)
