@@ -276,7 +276,7 @@ class _Named:
 
 class _Paths:
     """Names of parameters within one module, where none is a part of another's: dynamo's graphs may
-    read several modules, whose parameters are called same.
+    read several modules, whose parameters have the same names.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """What the kernels for groups of rows and for packed prompts take; torch does the rest.
 
 Read where ops are planned, by types alone (device_ops.py), and where the kernels are given tensors
-(grouped_products.py, packed_attention.py), so that both answer alike.
+(routing.py, grouped_products.py, packed_attention.py), so that both answer alike.
 """
 
 import torch
@@ -10,7 +10,7 @@ LEAST_CAPABILITY = (9, 0)
 """Of GPUs, as torch has it."""
 
 GROUP_DTYPES = ("bf16", "f16", "f32")
-"""Of rows and matrices."""
+"""Of scores, rows and matrices."""
 GROUP_ALIGNED = 8
 """Rows of operands are multiples of so many elements: TMA takes them then, whatever their type."""
 
