@@ -64,7 +64,9 @@ def _pair(
     """
     is_grouped = grouped_index(op) is not None
     names = [access.tensor for access in (op.reads[:-1] if is_grouped else op.reads)]
-    if not kind_of(op).is_elementwise or len({*names}) != 2 or not _is_plain(op, buffers):
+    if not kind_of(op).is_elementwise or not len(names) == len({*names}) == 2:
+        return None
+    if not _is_plain(op, buffers):
         return None
     found: dict[str, int] = {}
     at = len(above) - 1

@@ -128,6 +128,26 @@ def test_other_products_stay_as_they_are(program: Program):
     assert "linear gate" in check(program)
 
 
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_a_formula_that_takes_a_product_twice_stays_as_it_is(is_grouped: bool):
+    p = ProgramBuilder("twice")
+    if is_grouped:
+        weights, chosen = p.top_k(p.input("scores", (9, 4)), 2, name="chosen")
+        routing = p.route(chosen, 4, name="routing")
+        rows = p.gather_rows(p.input("x", (9, 8)), routing, name="rows")
+        gate, up = (
+            p.grouped_linear(rows, p.weight(f"{name}_w", (4, 6, 8)), routing, name=name)
+            for name in ("gate", "up")
+        )
+        y = p.grouped_pointwise("a0 * a1 + a2", gate, up, gate, routing=routing, name="y")
+        out = p.scatter_add(y, weights, routing, name="out")
+    else:
+        x = p.input("x", (9, 8))
+        gate, up = (p.linear(x, p.weight(f"{n}_w", (6, 8)), name=n) for n in ("gate", "up"))
+        out = p.pointwise("a0 * a1 + a2", gate, up, gate, name="y")
+    assert "pointwise y" in check(p.build(out))
+
+
 def experts(
     expression: str = "silu(a0) * a1", *, other_rows: bool = False, seen: bool = False
 ) -> Program:
