@@ -49,6 +49,7 @@ def chain(rows: int, columns: int, num_products: int) -> Program:
 
 def test_a_segment_is_fused_once(monkeypatch: pytest.MonkeyPatch):
     """Its time, the order of its weights and its kernel follow from the same fused ops."""
+    segment._fused.cache_clear()
     passes: list[int] = []
     apply_rules = segment.apply_rules
     monkeypatch.setattr(
