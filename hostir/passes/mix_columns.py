@@ -72,7 +72,7 @@ def _pair(
     at = len(above) - 1
     while at >= 0 and len(found) < 2:
         node = above[at]
-        if isinstance(node, LibraryOp) and _is_plain_product(node.op, is_grouped=is_grouped):
+        if isinstance(node, LibraryOp) and _is_plain_product(node.op, buffers, is_grouped):
             found[node.op.writes[0].tensor] = at
         elif not isinstance(node, Allocate):
             return None
@@ -131,11 +131,12 @@ def _is_plain(op: Op, buffers: Mapping[str, Tensor]) -> bool:
     return len(whole) == 1 and len(shapes) == 1 and (is_grouped or all(map(is_plain, values)))
 
 
-def _is_plain_product(op: Op, *, is_grouped: bool = False) -> bool:
-    """Without a bias; of rows sorted by group or not."""
-    if is_grouped:
-        return op.kind == "grouped_linear"
-    return is_product(op) and len(op.reads) == 2
+def _is_plain_product(op: Op, buffers: Mapping[str, Tensor], is_grouped: bool) -> bool:
+    """Without a bias, of operands of one type; of rows sorted by group or not."""
+    if not (op.kind == "grouped_linear" if is_grouped else is_product(op) and len(op.reads) == 2):
+        return False
+    x, w = (buffers[access.tensor] for access in op.reads[:2])
+    return x.dtype == w.dtype
 
 
 def _view(node: Node) -> Op | None:
@@ -205,7 +206,7 @@ def _mixed_linear(
     op: Op, result: str, formula: expr.Expr, buffers: Mapping[str, Tensor]
 ) -> Op | None:
     """The op of kind fused_linear for a plain product x [rows, sums] times w [columns, sums]."""
-    if not _is_plain_product(op):
+    if not _is_plain_product(op, buffers, is_grouped=False):
         return None
     (x, w), (out,) = op.reads, op.writes
     column = out.dims[-1].axes[0]

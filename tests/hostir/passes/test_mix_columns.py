@@ -32,13 +32,14 @@ def gated(
     first: int = 0,
     width: int = 6,
     other: str = "",
+    dtype: str = "f32",
 ) -> Program:
     """A product of 12 columns, two parts of them, and a formula of these. other: what else is done
-    with them.
+    with them. dtype: of the weight.
     """
     p = ProgramBuilder("gated")
     x = p.input("x", (2, 5, 8))
-    product = p.linear(x, p.weight("w", (12, 8)), name="product")
+    product = p.linear(x, p.weight("w", (12, 8), dtype=dtype), name="product")
 
     def part(name: str, start: int) -> Handle:
         return p.slice(product, 2, start, start + width, view=True, name=name)
@@ -79,8 +80,15 @@ def test_halves_of_a_product_become_one_column(expression: str, turned: bool):
         gated(first=2),
         gated(other="product"),
         gated(other="gate"),
+        gated(dtype="bf16"),
     ],
-    ids=["parts that are no halves", "halves that overlap", "an output", "a half read twice"],
+    ids=[
+        "parts that are no halves",
+        "halves that overlap",
+        "an output",
+        "a half read twice",
+        "a weight of another type",
+    ],
 )
 def test_other_parts_stay_as_they_are(program: Program):
     assert check(program)[:2] == ["linear product", "pointwise y"]
@@ -129,22 +137,37 @@ def test_other_products_stay_as_they_are(program: Program):
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])
-def test_a_formula_that_takes_a_product_twice_stays_as_it_is(is_grouped: bool):
-    p = ProgramBuilder("twice")
+@pytest.mark.parametrize(
+    ("expression", "dtypes"),
+    [
+        ("a0 * a1 + a2", ("f32", "f32")),
+        ("a0 * a1", ("f32", "bf16")),
+        ("a0 * a1", ("bf16", "bf16")),
+    ],
+    ids=["a product twice", "weights of two types", "weights of another type than x"],
+)
+def test_other_formulas_of_products_stay_behind_them(
+    expression: str, dtypes: tuple[str, str], is_grouped: bool
+):
+    p = ProgramBuilder("others")
+    x, types = p.input("x", (9, 8)), dict(zip(("gate", "up"), dtypes, strict=True))
     if is_grouped:
         weights, chosen = p.top_k(p.input("scores", (9, 4)), 2, name="chosen")
         routing = p.route(chosen, 4, name="routing")
-        rows = p.gather_rows(p.input("x", (9, 8)), routing, name="rows")
+        rows = p.gather_rows(x, routing, name="rows")
         gate, up = (
-            p.grouped_linear(rows, p.weight(f"{name}_w", (4, 6, 8)), routing, name=name)
-            for name in ("gate", "up")
+            p.grouped_linear(rows, p.weight(f"{n}_w", (4, 6, 8), dtype=t), routing, name=n)
+            for n, t in types.items()
         )
-        y = p.grouped_pointwise("a0 * a1 + a2", gate, up, gate, routing=routing, name="y")
+        operands = (gate, up, gate)[: 2 + ("a2" in expression)]
+        y = p.grouped_pointwise(expression, *operands, routing=routing, name="y")
         out = p.scatter_add(y, weights, routing, name="out")
     else:
-        x = p.input("x", (9, 8))
-        gate, up = (p.linear(x, p.weight(f"{n}_w", (6, 8)), name=n) for n in ("gate", "up"))
-        out = p.pointwise("a0 * a1 + a2", gate, up, gate, name="y")
+        gate, up = (
+            p.linear(x, p.weight(f"{n}_w", (6, 8), dtype=t), name=n) for n, t in types.items()
+        )
+        operands = (gate, up, gate)[: 2 + ("a2" in expression)]
+        out = p.pointwise(expression, *operands, name="y")
     assert "pointwise y" in check(p.build(out))
 
 
