@@ -20,11 +20,6 @@ SUMMARY = (
     ("a token after a prompt of 448, Qwen3-8B", "decode", "qwen3-8b prompt=448 batch=1 tp=2"),
     ("first token of a prompt of 2048, Qwen3-8B", "prefill", "qwen3-8b prompt=2048 batch=1"),
     ("first tokens of 16 prompts of 4032, Qwen3-8B", "prefill", "qwen3-8b prompt=4032 batch=16"),
-    (
-        "first tokens of 16 prompts of 448, Qwen3-30B-A3B",
-        "prefill",
-        "qwen3-30b-a3b prompt=448 batch=16",
-    ),
     ("a gated MLP of 16 layers, one row", "programs", "gated_mlp rows=1"),
     ("an encoder, 128 rows", "programs", "encoder rows=128"),
 )
