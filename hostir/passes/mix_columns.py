@@ -63,10 +63,9 @@ def _pair(
     their results are taken from `above`. None where they do not stand there.
     """
     is_grouped = grouped_index(op) is not None
-    names = [access.tensor for access in (op.reads[:-1] if is_grouped else op.reads)]
-    if not kind_of(op).is_elementwise or not len(names) == len({*names}) == 2:
-        return None
-    if not _is_plain(op, buffers):
+    operands = [access.tensor for access in (op.reads[:-1] if is_grouped else op.reads)]
+    names = [*dict.fromkeys(operands)]
+    if not kind_of(op).is_elementwise or len(names) != 2 or not _is_plain(op, buffers):
         return None
     found: dict[str, int] = {}
     at = len(above) - 1
@@ -99,7 +98,8 @@ def _pair(
     if is_grouped:
         reads, made = [*map(_starting_last, reads)], _starting_last(made)
     kind = "fused_groups" if is_grouped else "fused_linear"
-    made_op = make_op(result, kind, first.axes, reads, [made], **attrs, expr=str(trees[0]))
+    formula = _renumbered(trees[0], [names.index(each) for each in operands])
+    made_op = make_op(result, kind, first.axes, reads, [made], **attrs, expr=str(formula))
     return LibraryOp(op=made_op)
 
 
@@ -168,7 +168,7 @@ def _product_of(
     types = {buffers[each].dtype for each in (name, result)}
     if not _is_plain(op, buffers) or not alone or len(types) > 1:
         return None
-    formula = trees[0] if halves == [0, 1] else _swapped(trees[0])
+    formula = _renumbered(trees[0], halves)
     if isinstance(node, FusedMatmul):
         if node.kind != "all_gather_matmul" or node.mixes or node.borrows:
             return None
@@ -192,13 +192,13 @@ def _half(view: Op, product: str, buffers: Mapping[str, Tensor]) -> int:
     return -1 if any(offsets[:-1]) else {0: 0, shape[-1] // 2: 1}.get(offsets[-1], -1)
 
 
-def _swapped(tree: expr.Expr) -> expr.Expr:
-    """With a0 for a1 and the other way round."""
+def _renumbered(tree: expr.Expr, numbers: Sequence[int]) -> expr.Expr:
+    """With argument numbers[n] in place of argument n."""
     match tree:
         case expr.Arg(index):
-            return expr.Arg(1 - index)
+            return expr.Arg(numbers[index])
         case expr.Call(fn, parts):
-            return expr.Call(fn, tuple(map(_swapped, parts)))
+            return expr.Call(fn, tuple(_renumbered(part, numbers) for part in parts))
     return tree
 
 

@@ -128,6 +128,27 @@ def test_two_products_of_one_x_become_one_column(expression: str):
 
 
 @pytest.mark.parametrize(
+    ("expression", "order"),
+    [("a0 * a1 + a2", "gug"), ("a0 * a1 - a2", "uug"), ("a0 + a1 * a2 - a3", "gguu")],
+)
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_a_formula_may_name_a_product_twice(expression: str, order: str, *, is_grouped: bool):
+    p = ProgramBuilder("twice")
+    x = p.input("x", (9, 8))
+    if is_grouped:
+        routing = p.route(p.top_k(p.input("scores", (9, 4)), 2)[1], 4)
+        rows = p.gather_rows(x, routing)
+        weights = {name: p.weight(name, (4, 6, 8)) for name in "gu"}
+        products = {name: p.grouped_linear(rows, w, routing) for name, w in weights.items()}
+        operands = [products[name] for name in order]
+        y = p.grouped_pointwise(expression, *operands, routing=routing, name="y")
+    else:
+        products = {name: p.linear(x, p.weight(name, (6, 8))) for name in "gu"}
+        y = p.pointwise(expression, *(products[name] for name in order), name="y")
+    assert check(p.build(y))[-1] == ("fused_groups y" if is_grouped else "fused_linear y")
+
+
+@pytest.mark.parametrize(
     "program",
     [pair(other_x=True), pair(seen="gate"), pair(between=True), pair(width=7)],
     ids=["of two x", "one is an output", "work between", "of other widths"],
@@ -138,17 +159,11 @@ def test_other_products_stay_as_they_are(program: Program):
 
 @pytest.mark.parametrize("is_grouped", [False, True])
 @pytest.mark.parametrize(
-    ("expression", "dtypes"),
-    [
-        ("a0 * a1 + a2", ("f32", "f32")),
-        ("a0 * a1", ("f32", "bf16")),
-        ("a0 * a1", ("bf16", "bf16")),
-    ],
-    ids=["a product twice", "weights of two types", "weights of another type than x"],
+    "dtypes",
+    [("f32", "bf16"), ("bf16", "bf16")],
+    ids=["weights of two types", "weights of another type than x"],
 )
-def test_other_formulas_of_products_stay_behind_them(
-    expression: str, dtypes: tuple[str, str], is_grouped: bool
-):
+def test_products_of_several_types_stay_as_they_are(dtypes: tuple[str, str], is_grouped: bool):
     p = ProgramBuilder("others")
     x, types = p.input("x", (9, 8)), dict(zip(("gate", "up"), dtypes, strict=True))
     if is_grouped:
@@ -159,15 +174,13 @@ def test_other_formulas_of_products_stay_behind_them(
             p.grouped_linear(rows, p.weight(f"{n}_w", (4, 6, 8), dtype=t), routing, name=n)
             for n, t in types.items()
         )
-        operands = (gate, up, gate)[: 2 + ("a2" in expression)]
-        y = p.grouped_pointwise(expression, *operands, routing=routing, name="y")
+        y = p.grouped_pointwise("a0 * a1", gate, up, routing=routing, name="y")
         out = p.scatter_add(y, weights, routing, name="out")
     else:
         gate, up = (
             p.linear(x, p.weight(f"{n}_w", (6, 8), dtype=t), name=n) for n, t in types.items()
         )
-        operands = (gate, up, gate)[: 2 + ("a2" in expression)]
-        out = p.pointwise(expression, *operands, name="y")
+        out = p.pointwise("a0 * a1", gate, up, name="y")
     assert "pointwise y" in check(p.build(out))
 
 
