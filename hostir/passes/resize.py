@@ -33,6 +33,9 @@ Shape = tuple[int, ...]
 ROW_COUNTS = ("packed", "in_order")
 """Attributes that are the extent of an op's axis m."""
 
+FOLLOWING = {"route": {"i": "m", "p": "m"}, "gather_rows": {"r": "p"}}
+"""By kind of op, axes that only results have, and the axis of an operand that each grows with."""
+
 
 @gc_paused
 def resize_inputs(host: HostProgram, shapes: Mapping[str, Shape], name: str) -> HostProgram:
@@ -57,6 +60,7 @@ def resized_ops(program: Program, inputs: Container[str]) -> set[str]:
             if (access.tensor, dim) in dims
             for axis in index.axes
         }
+        changed |= {a for a, b in FOLLOWING.get(op.kind, {}).items() if b in changed}
         dims |= {
             (access.tensor, dim)
             for access in op.writes
@@ -112,6 +116,9 @@ class _Resizing:
                     axis, extent = self.axis(op, index, old, new)
                     if changed.setdefault(axis, extent) != extent:
                         raise _uneven(op.name, f"{axis} of {changed[axis]} and {extent}")
+        for axis, leading in FOLLOWING.get(op.kind, {}).items():
+            if leading in changed:
+                changed[axis] = _scaled(op, axis, op.axis(leading).extent, changed[leading])
         if not changed:
             self.new |= {a.tensor: self.old[a.tensor] for a in op.writes}
             return op
@@ -143,7 +150,12 @@ class _Resizing:
         return tuple(found.items())
 
     def axis(self, op: Op, index: Index, old: int, new: int) -> tuple[str, int]:
-        """The axis of a dim that changes, the outermost but for that of ranks, and its extent."""
+        """The axis of a dim that changes, the outermost but for that of ranks, and its extent; of
+        rows sorted by group, that of a group's rows, of which there are as many as there may be.
+        """
+        if index.is_grouped:
+            rows = index.axes[1]
+            return rows, _scaled(op, rows, old, new)
         names = [n for n in index.axes if op.kind != "take_shard" or not op.axis(n).lookup]
         rest = math.prod(op.axis(name).extent for name in index.axes if name not in names[:1])
         whole = names and rest * op.axis(names[0]).extent == old
@@ -156,6 +168,9 @@ class _Resizing:
         shape = []
         for index, old in zip(access.dims, self.old[access.tensor], strict=True):
             before, after = _extent(op, index), _extent(made, index)
+            if index.is_grouped:
+                shape.append(old * after // before)
+                continue
             if before != after and (before != old or index.offset or index.stride != 1):
                 raise _uneven(op.name, f"{access.tensor} of {old}, of which it covers a part")
             shape.append(after if before != after else old)
@@ -169,7 +184,7 @@ class _Resizing:
                 before, after = (
                     math.prod(o.axis(n).extent for n in index.axes) for o in (op, made)
                 )
-                if index.axes and (before - old) != (after - new):
+                if index.axes and not index.is_grouped and (before - old) != (after - new):
                     raise _uneven(op.name, f"{access.tensor} of {new} where it has {after}")
 
     def collective(self, node: Collective) -> Collective:
@@ -211,6 +226,14 @@ class _Resizing:
 
 def _extent(op: Op, index: Index) -> int:
     return math.prod(op.axis(name).extent for name in index.axes)
+
+
+def _scaled(op: Op, axis: str, old: int, new: int) -> int:
+    """The extent of an axis that grows as another one does, from old to new."""
+    extent = op.axis(axis).extent
+    if extent * new % old:
+        raise _uneven(op.name, f"{axis} of {extent} where {old} become {new}")
+    return extent * new // old
 
 
 def _number(attrs: Mapping[str, Attr], key: str) -> int:

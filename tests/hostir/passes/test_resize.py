@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from distmega.engine.decode_plan import (
     DecodePlan,
@@ -16,13 +17,21 @@ from distmega.errors import UnsupportedError
 from distmega.hostir.ir.nodes import HostProgram, LibraryOp
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.ir.verify import verify_host
-from distmega.hostir.passes.resize import resize_inputs
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import run_passes
+from distmega.hostir.passes.resize import resize_inputs, resized_ops
 from distmega.kernels.machines import CPU, H200
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import GREEDY, Method
 from distmega.program.kinds import FUSED_GRAPH
 from distmega.sharding.layout.mesh import DeviceMesh
+from distmega.sharding.layout.placements import shard
+from distmega.sharding.localize import localize
+from distmega.sharding.planner import plan_program
 from distmega.sharding.search.cost import Machine
+from tests.hostir.programs import run_program
+from tests.hostir.threads import run_mesh
+from tests.program.experts import moe_block
 
 BY_ROWS = ("tokens", "positions", "sequences")
 
@@ -47,6 +56,8 @@ def resized(host: HostProgram, size: int, name: str) -> HostProgram:
         ("llama-3.2-1b", 1, 16, (64, 2048, 8192)),
         ("qwen3-8b", 2, 16, (4608, 6144, 8192)),
         ("qwen3-8b", 2, 1, (64, 192, 448)),
+        ("qwen3-30b-a3b", 1, 4, (64, 448, 8192)),
+        ("qwen3-30b-a3b", 2, 1, (64, 192, 448)),
     ],
 )
 def test_other_rows_give_the_text_of_a_program_lowered_for_them(
@@ -64,6 +75,32 @@ def test_other_rows_give_the_text_of_a_program_lowered_for_them(
             assert print_host(
                 replace(found, symmetric_buffers=expected.symmetric_buffers)
             ) == print_host(expected)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("divided", [(0, 0), (1, 2)], ids=["whole experts", "parts of each"])
+@pytest.mark.parametrize(("rows", "others"), [(9, 4), (4, 9), (6, 1)])
+def test_rows_sorted_by_group_are_as_many_as_rows_ask_for(
+    num_ranks: int, divided: tuple[int, int], rows: int, others: int
+):
+    names = {"w_gate": divided[0], "w_up": divided[0], "w_down": divided[1]}
+    layouts = {name: shard(dim, "tp") for name, dim in names.items() if num_ranks > 1}
+    mesh = DeviceMesh(tp=num_ranks)
+    known, wanted = (
+        localize(plan_program(moe_block(size), mesh, CPU, annotations=layouts))
+        for size in (rows, others)
+    )
+    host = run_passes(lower_program(known, megakernel=False, peer_memory=False, fuse=True))
+    found = verify_host(resize_inputs(host, {"x": (others, 8)}, "moe"), freed=True)
+    program = moe_block(others)
+    assert resized_ops(moe_block(rows), {"x"}) == {op.name for op in program.ops}
+    generator = torch.Generator().manual_seed(0)
+    given = [tensor for tensor in program.tensors if tensor.role != "temp"]
+    tensors = {each.name: torch.randn(each.shape, generator=generator) for each in given}
+    expected = run_program(program, tensors)
+    for each in run_mesh(found, wanted, tensors):
+        for name in program.outputs:
+            torch.testing.assert_close(each[name], expected[name])
 
 
 def rules_of(host: HostProgram) -> list[str]:
