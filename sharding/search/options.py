@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from distmega.program.kinds import kind_of
-from distmega.program.types import Axis, Index, Op, Tensor, accesses
+from distmega.program.types import Axis, Index, Op, Tensor, accesses, grouped_index
 from distmega.sharding.layout.placements import (
     REPLICATE,
     ROWS,
@@ -82,19 +82,28 @@ def summed_read(op: Op) -> int | None:
 
 
 def split_options(
-    op: Op, tensors: Mapping[str, Tensor], num_ranks: int, taken: Mapping[str, int] | None = None
+    op: Op,
+    tensors: Mapping[str, Tensor],
+    num_ranks: int,
+    taken: Mapping[str, int] | None = None,
+    *,
+    whole_groups: bool = False,
 ) -> Options:
     """Every exact way to divide `op` over `num_ranks`, the whole op first.
 
     taken: what mesh axes before have left of iteration axes; dividing those again divides that.
+    whole_groups: groups are not divided, since a rank's rows would be those of other groups.
     """
     whole = SplitOption(reads=(REPLICATE,) * len(op.reads), writes=(REPLICATE,) * len(op.writes))
     options, rejected = [whole], []
     if num_ranks > 1 and (position := summed_read(op)) is not None:
         reads: list[Placement] = [REPLICATE if i != position else SUM for i in range(len(op.reads))]
         options.append(SplitOption(reads=tuple(reads), writes=(SUM,) * len(op.writes)))
+    groups = grouped_index(op) if whole_groups else None
     for axis in op.axes:
-        found = _split(op, axis, tensors, num_ranks, (taken or {}).get(axis.name))
+        found: SplitOption | str = "its rows were sorted by other groups"
+        if groups is None or axis.name != groups.axes[0]:
+            found = _split(op, axis, tensors, num_ranks, (taken or {}).get(axis.name))
         if isinstance(found, SplitOption):
             options.append(found)
         else:

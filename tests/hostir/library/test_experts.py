@@ -12,6 +12,7 @@ from distmega.errors import RequestError
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.machines import CPU, H200
+from distmega.program.builder import ProgramBuilder
 from distmega.program.ops import experts
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -43,6 +44,30 @@ def expected(tensors: dict[str, Tensor], num: int) -> Tensor:
             mixed = torch.nn.functional.silu(gate[expert] @ x[row]) * (up[expert] @ x[row])
             out[row] += probabilities[expert] * (down[expert] @ mixed)
     return out
+
+
+def two_routings(*, of_other_ids: bool) -> Program:
+    """Rows sorted by one routing, multiplied, and added up as another one says."""
+    p = ProgramBuilder("twice")
+    x = p.input("x", (5, 8))
+    weights, ids = p.top_k(p.input("scores", (5, 4)), 2, name="chosen")
+    _, others = p.top_k(p.input("other_scores", (5, 4)), 2, name="other")
+    first, second = p.route(ids, 4), p.route(others if of_other_ids else ids, 4)
+    y = p.grouped_linear(p.gather_rows(x, first), p.weight("w", (4, 6, 8)), first, name="y")
+    return p.build(p.scatter_add(y, weights, second, name="added"))
+
+
+@pytest.mark.parametrize("of_other_ids", [False, True])
+def test_rows_sorted_by_other_groups_are_added_up_whole(*, of_other_ids: bool):
+    """A rank has the rows of its groups as they were sorted; of equal ids these are the same."""
+    program, mesh = two_routings(of_other_ids=of_other_ids), DeviceMesh(tp=2)
+    plan = plan_program(program, mesh, CPU, annotations={"w": shard(0, "tp")})
+    assert (divisions(plan).get("added") == "e") == (not of_other_ids)
+    local, tensors = localize(plan), tensors_of(program, 1)
+    host = run_passes(lower_program(local, megakernel=False, peer_memory=False))
+    whole = run_program(program, tensors)["added"]
+    for rank in run_mesh(host, local, tensors):
+        torch.testing.assert_close(rank["added"], whole)
 
 
 def divisions(plan: Plan) -> dict[str, str]:
