@@ -33,7 +33,7 @@ def kept_attributes(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def replaced_tensors(module: nn.Module) -> Iterator[set[Attribute]]:
     """Places of tensors that are neither parameters nor buffers, where a call of the module puts
-    others of their shapes and types; filled by calls while this lasts.
+    others; filled by calls while this lasts.
     """
     held = plain_tensors(module)
     found = set[Attribute]()
@@ -41,9 +41,7 @@ def replaced_tensors(module: nn.Module) -> Iterator[set[Attribute]]:
     def look(module: nn.Module, *given: object) -> None:
         for (path, name), x in held.items():
             now = module.get_submodule(path).__dict__.get(name)
-            if not isinstance(now, Tensor) or now is x:
-                continue
-            if (now.shape, now.dtype) == (x.shape, x.dtype):
+            if isinstance(now, Tensor) and now is not x:
                 found.add((path, name))
 
     hook = module.register_forward_hook(look) if held else None

@@ -65,11 +65,12 @@ def buffers(module: nn.Module) -> dict[Attribute, Tensor]:
 
 
 def changed(exported: ExportedProgram, held: Mapping[Attribute, Tensor]) -> set[Attribute]:
-    """Those of `held` for which a call puts another tensor of the same shape and type, with other
-    numbers as far as is known. exported: of WithAttributes with these, in their order.
+    """Those of `held` for which a call puts another tensor, with other numbers as far as is known.
+    exported: of WithAttributes with these, in their order.
 
     What is computed from plain tensors alone, and has the numbers now that stood there, does not
-    change, however often it is computed.
+    change, however often it is computed. Of another shape or type, as of a table that grows, it
+    changes where it is computed from inputs.
     """
     nodes = {node.name: node for node in exported.graph.nodes}
     given = _given(exported, nodes)
@@ -78,19 +79,21 @@ def changed(exported: ExportedProgram, held: Mapping[Attribute, Tensor]) -> set[
     for (key, x), spec in zip(held.items(), shown, strict=True):
         if isinstance(spec.arg, TensorArgument):
             node = nodes[spec.arg.name]
-            value = node.meta["val"]
             own = [each for each, tensor in given.items() if tensor is x]
             own += _updated(exported, own, nodes)
-            if (value.shape, value.dtype) == (x.shape, x.dtype) and _origin(node) not in own:
+            if _origin(node) not in own:
                 found[key] = node
+    resized = {key for key, node in found.items() if not _is_alike(node.meta["val"], held[key])}
     plain = exported.graph_signature.inputs_to_lifted_tensor_constants
     known = {node: x for node, x in given.items() if node.name in plain}
     computed = {key: _leaves(node) for key, node in found.items()}
     lost = {
         key
         for key, node in found.items()
-        if not computed[key] <= known.keys() or not _is_now(node, known, held[key])
+        if key not in resized
+        and (not computed[key] <= known.keys() or not _is_now(node, known, held[key]))
     }
+    lost |= {key for key in resized if not computed[key] <= given.keys()}
     while late := {  # computed from one that the next call finds changed
         key
         for key in found.keys() - lost
@@ -98,6 +101,10 @@ def changed(exported: ExportedProgram, held: Mapping[Attribute, Tensor]) -> set[
     }:
         lost |= late
     return lost
+
+
+def _is_alike(x: Tensor, other: Tensor) -> bool:
+    return (x.shape, x.dtype) == (other.shape, other.dtype)
 
 
 def read_attributes(exported: ExportedProgram, held: Mapping[Attribute, Tensor]) -> set[Attribute]:

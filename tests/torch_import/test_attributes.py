@@ -152,6 +152,44 @@ def test_a_tensor_that_another_call_would_find_changed_is_refused(change: str, a
         distmega.capture(Counting(change, asks=asks), (torch.ones(4),))
 
 
+class Growing(nn.Module):
+    """Puts a longer tensor, or one of another type, in the place of what it has read."""
+
+    def __init__(self, how: str, *, asks: bool) -> None:
+        super().__init__()
+        self.how, self.asks, self.seen = how, asks, torch.ones(4)
+        self.rate = nn.Buffer(torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = int(x.sum().item()) if self.asks else 1
+        y = x + self.seen[:4] * number
+        match self.how:
+            case "rows of inputs":
+                self.seen = torch.cat([self.seen, x])
+            case "inputs of another type":
+                self.seen = (self.seen + x).double()
+            case "a table":
+                self.seen = torch.cat([self.seen, self.rate])
+        return y
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("how", ["rows of inputs", "inputs of another type"])
+def test_a_tensor_that_grows_by_inputs_is_refused(how: str, asks: bool):
+    with pytest.raises(CaptureError, match="a tensor 'seen' that its forward reads and replaces"):
+        distmega.capture(Growing(how, asks=asks), (torch.ones(4),))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_table_that_grows_is_taken(asks: bool):
+    module, own = (Growing("a table", asks=asks) for _ in range(2))
+    compiled = distmega.capture(module, (torch.ones(4),)).compile()
+    for number in (1.0, 2.0):
+        x = torch.full((4,), number)
+        torch.testing.assert_close(compiled(x), own(x))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("change", ["nothing", "copies", "computed", "a buffer in place", "lists"])
