@@ -83,7 +83,7 @@ def changed(exported: ExportedProgram, held: Mapping[Attribute, Tensor]) -> set[
             own += _updated(exported, own, nodes)
             if _origin(node) not in own:
                 found[key] = node
-    resized = {key for key, node in found.items() if not _is_alike(node.meta["val"], held[key])}
+    resized = {key for key, node in found.items() if not _same_form(node.meta["val"], held[key])}
     plain = exported.graph_signature.inputs_to_lifted_tensor_constants
     known = {node: x for node, x in given.items() if node.name in plain}
     computed = {key: _leaves(node) for key, node in found.items()}
@@ -103,7 +103,7 @@ def changed(exported: ExportedProgram, held: Mapping[Attribute, Tensor]) -> set[
     return lost
 
 
-def _is_alike(x: Tensor, other: Tensor) -> bool:
+def _same_form(x: Tensor, other: Tensor) -> bool:
     return (x.shape, x.dtype) == (other.shape, other.dtype)
 
 
