@@ -8,7 +8,8 @@ waits for a prompt; back to back, both sides run at the GPU's power limit and ta
 are random, bf16; both sides know the sizes from before, ours its programs, the peer its graph. With
 --at-once cases are set up at the same time, a process each, which takes torch long; then one after
 the other is timed alone. The floor is each product of a pass at cuBLAS's rate for its own shape,
-measured in the same run, and attention at ATTENTION_FLOPS, of a GPU's part of the model.
+measured in the same run, and attention at ATTENTION_FLOPS, of a GPU's part of the model; experts
+take the longer of their products and the bytes of those that random routings hit.
 
 Writes bench/results/prefill-<device>.json; `make tables` writes the table of docs/performance.md
 from it.
@@ -16,7 +17,7 @@ from it.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from bench.cases import Ready, make_parser, measure_cases, read_case
 from bench.options import at_least, gpus_of_cases, read_options
 from bench.records import Record
-from bench.timing import captured, elapsed_us
+from bench.timing import captured, copy_bytes_per_us, elapsed_us
 from bench.torch_decoder import make_peer
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
@@ -49,6 +50,7 @@ PAUSE_MS = 100
 BUDGET = EngineOptions().max_batched_tokens
 CACHED_BYTES = 2**28
 """Weights that are multiplied in turn, more than a GPU's cache holds."""
+BF16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +89,45 @@ def floor_us(config: ModelConfig, case: Case) -> float:
     """Products and attention of all prompts, in passes of at most BUDGET tokens."""
     ranks, tokens = case.num_ranks, case.num_tokens * case.batch
     heads, width = config.num_heads // ranks, config.head_dim
-    kv_heads, ffn = max(config.num_kv_heads // ranks, 1), config.ffn // ranks
-    shapes = (
-        ((heads + 2 * kv_heads) * width, config.hidden),
-        (config.hidden, heads * width),
-        (2 * ffn, config.hidden),
-        (config.hidden, ffn),
-    )
+    kv_heads, hidden = max(config.num_kv_heads // ranks, 1), config.hidden
     rows = min(tokens, BUDGET)
-    layer = sum(product_us(rows, *shape) for shape in shapes) * tokens / rows
+    shapes = ((heads + 2 * kv_heads) * width, hidden), (hidden, heads * width)
+    layers = range(config.num_layers)
+    num_routed = sum(config.has_experts(layer) for layer in layers)
+    a_pass = len(layers) * products_us(rows, shapes)
+    if num_routed < len(layers):
+        dense = products_us(rows, feed_forward(hidden, config.ffn // ranks))
+        a_pass += (len(layers) - num_routed) * dense
+    if num_routed:
+        a_pass += num_routed * experts_us(config, rows, ranks)
     rate = ATTENTION_FLOPS_PER_US if width > 64 else NARROW_FLOPS_PER_US
-    layer += case.batch * 2.0 * case.num_tokens**2 * heads * width / rate
-    return config.num_layers * layer + product_us(case.batch, config.vocab // ranks, config.hidden)
+    attention = case.batch * 2.0 * case.num_tokens**2 * heads * width / rate
+    head = product_us(case.batch, config.vocab // ranks, hidden)
+    return a_pass * tokens / rows + len(layers) * attention + head
+
+
+def experts_us(config: ModelConfig, rows: int, ranks: int) -> float:
+    """A layer of experts: each product of all chosen rows as if they had one matrix, or if that
+    takes longer the bytes of experts that random routings hit, at the rate of a device copy; and
+    the router and the shared expert.
+    """
+    hidden, width = config.hidden, config.expert_ffn // ranks
+    num, chosen = config.num_experts, config.experts_per_token
+    products = products_us(rows * chosen, feed_forward(hidden, width))
+    num_hit = num * (1.0 - (1.0 - chosen / num) ** rows)
+    read_us = num_hit * 3 * hidden * width * BF16_BYTES / copy_bytes_per_us()
+    shared = feed_forward(hidden, config.shared_ffn // ranks) if config.shared_ffn else ()
+    return max(products, read_us) + products_us(rows, ((num, hidden), *shared))
+
+
+def feed_forward(hidden: int, width: int) -> tuple[tuple[int, int], ...]:
+    """Columns and depths of its products: gate and up in one, down."""
+    return (2 * width, hidden), (hidden, width)
+
+
+def products_us(rows: int, shapes: Iterable[tuple[int, int]]) -> float:
+    """Of as many rows each with matrices of these columns and depths."""
+    return sum(product_us(rows, *shape) for shape in shapes)
 
 
 def prompts_of(case: Case) -> list[list[int]]:
