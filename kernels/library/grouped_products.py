@@ -28,9 +28,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from distmega.hostir.library import experts as library
 from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.events import GroupTiles, drains_groups_faster
-from distmega.kernels.gemm.device.spec import MatmulSpec
+from distmega.kernels.gemm.device.start import aligned, plain_spec
 from distmega.kernels.gemm.device.start_groups import launch_groups
 from distmega.kernels.gemm.times.matmul_ways import STAGES
+from distmega.kernels.gemm.times.tile_times import Tiles
 from distmega.kernels.library.limits import GROUP_ALIGNED, GROUP_DTYPES, has_tiles
 from distmega.kernels.pipelined.api import pointwise_results
 from distmega.kernels.runtime.ahead import launch
@@ -69,8 +70,6 @@ MANY_ROWS, WIDE_ROWS, MANY_MIXED_ROWS = 32, 256, 4
 its tiles of 256 columns less than those of 128, and one with a formula less than two products
 (docs/notes/experts.md).
 """
-TMA_ALIGNED = 16
-"""Bytes."""
 LEAST_DEPTH = 16
 """Terms that tl.dot takes at least; zeros stand behind the last."""
 
@@ -164,11 +163,12 @@ def grouped_linear(
         return out
     if not here:
         return out.zero_()
+    # copies where TMA can't address them: torch would ask the host for rows, which breaks graphs
+    rows, matrices = aligned(x.contiguous()), aligned(w.contiguous().view(-1, w.shape[2]))
     mean = mean_rows(x.shape[0], groups.num)
     if schedule == "auto" and mean > MANY_ROWS and _fits_matmul(x, offsets, w):
-        tile_n = min(STAGES) if mean <= WIDE_ROWS else max(STAGES)
-        spec = MatmulSpec(tile_n=tile_n, stages=STAGES[tile_n])
-        launch_groups(_for_tma(x), (_for_tma(w),), out, offsets[groups.first :], here, spec)
+        spec = plain_spec(_matmul_tiles(min(STAGES) if mean <= WIDE_ROWS else max(STAGES)))
+        launch_groups(rows, (matrices,), out, offsets[groups.first :], here, spec)
         return out
     is_wide = x.dtype == torch.float32
     tiles = WIDE_TILES if is_wide else choose_tiles(x.shape[0], groups.num)
@@ -181,15 +181,13 @@ def grouped_linear(
     drained = schedule == "drained" or (schedule == "auto" and chosen(shape, programs) == "drained")
     head = torch.zeros(1, dtype=torch.int32, device=x.device) if drained else offsets
     depth = min(tiles.depth, max(LEAST_DEPTH, triton.next_power_of_2(x.shape[1])))
-    rows, matrices = (
-        TensorDescriptor.from_tensor(each, [tile, depth])
-        for each, tile in (
-            (_for_tma(x), tiles.rows), (_for_tma(w).view(-1, w.shape[2]), tiles.columns)
-        )
-    )  # fmt: skip
+    descriptors = (
+        TensorDescriptor.from_tensor(rows, [tiles.rows, depth]),
+        TensorDescriptor.from_tensor(matrices, [tiles.columns, depth]),
+    )
     launch(
         multiply_groups, (programs,),
-        rows, matrices, out, offsets[groups.first :], head, here, x.shape[0], w.shape[1],
+        *descriptors, out, offsets[groups.first :], head, here, x.shape[0], w.shape[1],
         w.shape[2], triton.cdiv(most_rows, tiles.rows), slots=triton.next_power_of_2(here),
         drained=drained, num_rows=tiles.rows, num_columns=tiles.columns, depth=depth,
         num_warps=tiles.warps, num_stages=tiles.stages,
@@ -219,11 +217,16 @@ def mix_groups(
         mixed: Tensor = keep_groups(pointwise_results([formula], products)[0], offsets, groups)
         return mixed
     out = torch.empty(x.shape[0], upper.shape[1], dtype=x.dtype, device=x.device)
-    tile_n = max(STAGES)
-    spec = MatmulSpec(tile_n=tile_n, stages=STAGES[tile_n], mixes=formula, apart=True)
-    matrices = _for_tma(upper), _for_tma(lower)
-    launch_groups(_for_tma(x), matrices, out, offsets[groups.first :], here, spec)
+    spec = plain_spec(_matmul_tiles(max(STAGES)), formula, apart=True)
+    matrices = [aligned(w.contiguous().view(-1, w.shape[2])) for w in (upper, lower)]
+    starts = offsets[groups.first :]
+    launch_groups(aligned(x.contiguous()), matrices, out, starts, here, spec)
     return out
+
+
+def _matmul_tiles(columns: int) -> Tiles:
+    """The matmul kernel's, of so many columns."""
+    return Tiles(tile_n=columns, stages=STAGES[columns])
 
 
 def _fits_matmul(x: Tensor, offsets: Tensor, *matrices: Tensor) -> bool:
@@ -234,14 +237,6 @@ def _fits_matmul(x: Tensor, offsets: Tensor, *matrices: Tensor) -> bool:
         and offsets.dtype == torch.int32
         and all(w.shape[1] % GROUP_ALIGNED == 0 for w in matrices)
     )
-
-
-def _for_tma(x: Tensor) -> Tensor:
-    """x, or a copy where TMA can't address it: planners look at types alone, and torch, which would
-    ask the host for rows, breaks graphs.
-    """
-    x = x.contiguous()
-    return x if x.data_ptr() % TMA_ALIGNED == 0 else x.clone()
 
 
 def mean_rows(num_rows: int, num_groups: int) -> float:

@@ -20,13 +20,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from distmega.kernels.gemm.device.arguments import SliceRing
-from distmega.kernels.gemm.device.kernel import block_of, multiply, shape_tile, store_tile
+from distmega.kernels.gemm.device.kernel import (
+    as_loaded,
+    block_of,
+    multiply,
+    shape_tile,
+    store_tile,
+)
 from distmega.kernels.gemm.device.spec import BUFFERS, HALF_M, TILE_K, TILE_M
-from distmega.kernels.gluon_compat import cta_barrier, reinterpret, tma_load, tma_store_wait
+from distmega.kernels.gluon_compat import cta_barrier, tma_load, tma_store_wait
 from distmega.kernels.runtime.mbarriers import make_barriers
 
 EXTENTS = ("k_tiles", "num_groups", "all_rows", "eighths", "columns")
 """Arguments that one compiled kernel takes at any value."""
+
+
+@gluon.jit
+def tiles_high(top, stop):
+    """Rows of tiles of the group with the rows from `top` up to `stop`."""
+    return (stop - top + TILE_M - 1) // TILE_M
+
+
+@gluon.jit
+def locate_in_group(number, before, top, stop):
+    """(first row, column of tiles) of a tile of that group, before which there are `before`."""
+    high = tiles_high(top, stop)
+    return top + (number - before) % high * TILE_M, (number - before) // high
 
 
 @gluon.jit
@@ -38,13 +57,13 @@ def find_tile(starts, number, group, before, num_groups, columns):
     group, before = gl.to_tensor(group), gl.to_tensor(before)
     top = gl.load(starts + group)
     stop = gl.load(starts + gl.minimum(group + 1, num_groups))
-    tiles = (stop - top + TILE_M - 1) // TILE_M * columns
+    tiles = tiles_high(top, stop) * columns
     while (group < num_groups) & (number >= before + tiles):
         before += tiles
         group += 1
         top = stop
         stop = gl.load(starts + gl.minimum(group + 1, num_groups))
-        tiles = (stop - top + TILE_M - 1) // TILE_M * columns
+        tiles = tiles_high(top, stop) * columns
     return group, before, top, stop
 
 
@@ -57,10 +76,7 @@ def load_groups(a, b, other, starts, k_tiles, num_groups, n, columns, ring, spec
     number = gl.program_id(0)
     group, before, top, stop = find_tile(starts, number, 0, 0, num_groups, columns)
     while group < num_groups:
-        high = (stop - top + TILE_M - 1) // TILE_M
-        row = (number - before) % high
-        column = (number - before) // high
-        first = top + row * TILE_M
+        first, column = locate_in_group(number, before, top, stop)
         has_both = first + HALF_M < stop
         matrix = group * n + column * spec.columns
         for k in range(k_tiles):
@@ -150,10 +166,8 @@ def compute_groups(out, result, starts, k_tiles, num_groups, all_rows, n, column
     acc = gl.zeros([HALF_M, tile_n], gl.float32, layout=layout)
     group, before, top, stop = find_tile(starts, number, 0, 0, num_groups, columns)
     while group < num_groups:
-        tiles = (stop - top + TILE_M - 1) // TILE_M
-        row = (number - before) % tiles
-        column = (number - before) // tiles
-        first = top + row * TILE_M + half * HALF_M
+        first, column = locate_in_group(number, before, top, stop)
+        first += half * HALF_M
         num_rows = stop - first
         if num_rows > 0:
             acc, it = multiply(acc, it, 0, k_tiles, ring, half, spec)
@@ -192,12 +206,7 @@ def grouped_kernel(a, b, other, out, result, starts, k_tiles, num_groups, all_ro
     leaving1 = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, HALF_M, HALF_M], out.layout)
     ready, free = make_barriers(stages, 1), make_barriers(stages, 2)
     ring = SliceRing(a_ring, b_ring, b_ring, ready, free)
-    loaded = ring
-    if spec.is_mixed:
-        halves_shape: gl.constexpr = (2 * stages, spec.columns, TILE_K)
-        halves_layout: gl.constexpr = b.layout
-        halves = reinterpret(b_ring, gl.bfloat16, halves_shape, halves_layout)
-        loaded = SliceRing(a_ring, halves, b_ring, ready, free)
+    loaded = as_loaded(ring, b, spec)
     gl.warp_specialize(
         [
             (compute_groups, (out, result, starts, k_tiles, num_groups, all_rows, n, columns, ring,

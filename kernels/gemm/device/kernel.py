@@ -381,6 +381,20 @@ def compute_tiles(out, home, aways, k_tiles, grid, helpers, sends, ring, boxes, 
         hand_over(tiles_done, boxes, half)
 
 
+@gluon.jit
+def as_loaded(ring, b, spec: gl.constexpr):
+    """The ring as the loader fills it: where columns are mixed, with two halves of a slice of b, a
+    descriptor, in each slot.
+    """
+    if spec.is_mixed:
+        shape: gl.constexpr = (2 * spec.stages, spec.columns, TILE_K)
+        layout: gl.constexpr = b.layout
+        halves = reinterpret(ring.b, gl.bfloat16, shape, layout)
+        return SliceRing(ring.a, halves, ring.parts, ring.ready, ring.free)
+    else:
+        return ring
+
+
 @gluon.jit(do_not_specialize=EXTENTS)
 def matmul_kernel(a, own, b, other, out, home, away0, away1, away2, partials, k_tiles, chunk_rows,
                   columns, rank, group, lag, part, arrival_rows, late, column_blocks, num_helpers,
@@ -412,12 +426,7 @@ def matmul_kernel(a, own, b, other, out, home, away0, away1, away2, partials, k_
     part_layout: gl.constexpr = partials.layout
     part_ring = reinterpret(b_ring, gl.bfloat16, part_shape, part_layout)
     ring = SliceRing(a_ring, b_ring, part_ring, ready, free)
-    loaded = ring
-    if spec.is_mixed:
-        halves_shape: gl.constexpr = (2 * stages, spec.columns, TILE_K)
-        halves_layout: gl.constexpr = b.layout
-        halves = reinterpret(b_ring, gl.bfloat16, halves_shape, halves_layout)
-        loaded = SliceRing(a_ring, halves, part_ring, ready, free)
+    loaded = as_loaded(ring, b, spec)
     grid = TileGrid(chunk_rows, columns, rank, group, lag, part)
     helpers = Helpers(num_helpers, given, fewer)
     sends = Sends(late, column_blocks, memory.buffers, memory.words)

@@ -26,17 +26,17 @@ def launch_groups(
 ) -> None:
     """Starts the kernel on the current stream.
 
-    x [p, k]; matrices: w [groups, n, k] and, if columns are mixed, another like it; out [p, n]; all
-    bf16 and contiguous, k and n multiples of 8. starts: i32, of num_groups groups and where the
-    last ends. w may have matrices of further groups, which nobody reads.
+    x [p, k]; matrices: those [n, k] of all groups, one below the other, and, if columns are mixed,
+    as many others; out [p, n]; all bf16 and contiguous, k and n multiples of 8. starts: i32, of
+    num_groups groups and where the last ends. There may be matrices of further groups, which nobody
+    reads.
     """
-    w, *others = matrices
-    _, n, k = w.shape
-    blocks = [blocks_of(each.view(-1, k), spec.columns) for each in (w, *others)]
+    n, k = out.shape[1], x.shape[1]
+    first, *others = [blocks_of(each, spec.columns) for each in matrices]
     _launcher(x.device.index, spec, is_aligned(starts))(
         blocks_of(x, HALF_M.value),
-        blocks[0],
-        blocks[1] if others else None,
+        first,
+        others[0] if others else None,
         blocks_of(out, HALF_M.value),
         out,
         starts,
