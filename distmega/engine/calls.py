@@ -56,9 +56,8 @@ class Calls:
             )
 
     def __enter__(self) -> None:
-        if os.getpid() != self._process or self.are_over:
-            require_process(self._process, "an engine")
-            self.require_open()
+        require_process(self._process, "an engine")
+        self.require_open()
         if not self._lock.acquire(blocking=False):
             raise RequestError(
                 "a call while another thread's call of this engine runs",

@@ -43,19 +43,17 @@ def pack_prompts(prompts: Mapping[int, Tokens], budget: int) -> list[list[Prompt
     """Passes of at most `budget` tokens, all but the last of as many; slots in ascending order."""
     passes: list[list[PromptPart]] = []
     capacity = 0
-    for slot in sorted(prompts):
-        ids = prompts[slot]
-        position, num_ids = 0, len(ids)
-        while position < num_ids:
+    for slot, ids in sorted(prompts.items()):
+        position = 0
+        while position < len(ids):
             if not capacity:
                 passes.append([])
                 capacity = budget
-            stop = min(position + capacity, num_ids)
-            ends = stop == num_ids
-            piece = ids[position:stop]
+            piece = ids[position : position + capacity]
+            capacity -= len(piece)
+            ends = position + len(piece) == len(ids)
             passes[-1].append(PromptPart(slot=slot, position=position, ids=piece, ends=ends))
-            capacity -= stop - position
-            position = stop
+            position += len(piece)
     return passes
 
 

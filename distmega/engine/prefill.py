@@ -208,8 +208,7 @@ class Prefills:
         memory = program.memory
         assert memory is not None, "programs of packed prompts have it"
         rows = memory.rows
-        if not rows.query():
-            await_event(rows, self._limit_s, self._name)
+        await_event(rows, self._limit_s, self._name)
         rows.lay(parts)
         if program.graph is None:
             rows.queue_copy()
