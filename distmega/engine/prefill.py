@@ -127,17 +127,19 @@ class Prefills:
         scores: list[Tensor] = []
         of_slots: dict[int, Tensor] = {}
         earlier: list[tuple[list[int], Tensor, Tensor]] = []
-        *passes, final = pack_prompts(prompts, self._budget)
+        passes = pack_prompts(prompts, self._budget)
         for parts in passes:
-            _, outputs = self._run_pass(parts, logits, tensors)
+            program, outputs = self._run_pass(parts, logits, tensors)
             ending = [part.slot for part in parts if part.ends]
-            if ending:  # the next pass may overwrite what this one gives
+            if ending and parts is not passes[-1]:  # whose tokens the next pass may overwrite
                 earlier.append((ending, *_chosen(outputs)))
-            self._keep_scores(parts, outputs, logits, scores, of_slots)
-        program, outputs = self._run_pass(final, logits, tensors)
-        self._keep_scores(final, outputs, logits, scores, of_slots)
+            if logits == "all":
+                scores.append(outputs["logits"][: sum(len(part.ids) for part in parts)].clone())
+            if logits == "last":
+                last = outputs["logits"].clone()
+                of_slots |= {slot: last[slot : slot + 1] for slot in ending}
         self._kept.write()  # while the GPU runs
-        following = self._await_tokens(program, outputs, [part.slot for part in final if part.ends])
+        following = self._await_tokens(program, outputs, ending)
         for ending, tokens, peaks in earlier:
             pairs = tokens.tolist(), peaks.isfinite().tolist()
             following |= {slot: (pairs[0][slot], pairs[1][slot]) for slot in ending}
@@ -158,22 +160,6 @@ class Prefills:
         chosen, peaks = _chosen(outputs)
         await_queued(self._limit_s, self._name)
         return {slot: (int(chosen[slot]), math.isfinite(peaks[slot])) for slot in slots}
-
-    @staticmethod
-    def _keep_scores(
-        parts: Sequence[PromptPart],
-        outputs: Tensors,
-        logits: Logits,
-        scores: list[Tensor],
-        of_slots: dict[int, Tensor],
-    ) -> None:
-        """Copies the logits of a pass, if asked for, into the list of all passes or to slots."""
-        if logits == "all":
-            scores.append(outputs["logits"][: sum(len(part.ids) for part in parts)].clone())
-        if logits == "last":
-            last = outputs["logits"].clone()
-            slots = (part.slot for part in parts if part.ends)
-            of_slots |= {slot: last[slot : slot + 1] for slot in slots}
 
     def close(self) -> None:
         """Releases the programs and their graphs; nothing runs any longer."""
