@@ -21,14 +21,14 @@ NUMBER = 1 << 32
 MOST_PASSES = 1 << 30
 """Behind which numbers begin anew."""
 HALF = 1 << 31
-ASKS_GPU = 4096
-"""Looks at words, a microsecond or two each, after which the driver is asked for a failed GPU."""
+MOST_POLLS = 4096
+"""A microsecond or two each, after which the driver is asked whether the GPU has failed."""
 EXPONENT = 0xFF << 23
 """Of f32: all ones in NaN and infinities."""
 
 
-class _Looks:
-    """Counts looks at words that a GPU writes. Those of a kernel that never ran don't come."""
+class _Polls:
+    """Counts polls of words that a GPU writes. Those of a kernel that never ran don't come."""
 
     def __init__(self) -> None:
         self._num = 0
@@ -36,7 +36,7 @@ class _Looks:
     def note(self) -> None:
         """One more; at times RuntimeError where the GPU has failed."""
         self._num += 1
-        if not self._num % ASKS_GPU and torch.cuda.is_available():
+        if not self._num % MOST_POLLS and torch.cuda.is_available():
             torch.cuda.current_stream().query()
 
 
@@ -63,13 +63,13 @@ class SentRows:
         """The number of the rows that were laid last."""
         self._mapped_rows = map_pinned(memory, device) if self._on_gpu else None
         self._mapped_reached = map_pinned(self._reached, device) if self._on_gpu else None
-        self._looks = _Looks()
+        self._polls = _Polls()
 
     def query(self) -> bool:
         """Whether the host may write, as an event would tell; RuntimeError where the GPU has
         failed.
         """
-        self._looks.note()
+        self._polls.note()
         return self._num_reached[0] == self._num_sent
 
     def lay(self, parts: Sequence[PromptPart]) -> None:
@@ -137,11 +137,11 @@ class PassAnswer:
     ) -> None:
         """tokens, values: words of slots; base: that of 0."""
         self._tokens, self._values, self._slots, self._base = tokens, values, slots, base
-        self._looks = _Looks()
+        self._polls = _Polls()
 
     def query(self) -> bool:
         """Whether all have come, as an event would tell; RuntimeError where the GPU has failed."""
-        self._looks.note()
+        self._polls.note()
         for slot in self._slots:
             for word in (self._values[slot], self._tokens[slot]):
                 if not -HALF <= word - self._base < HALF:
