@@ -94,5 +94,6 @@ def describe_exit(code: int) -> str:
     of 2 ".
     """
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name} (signal {-code})"
+        names = {number: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-code, 'a signal without a name')} (signal {-code})"
     return f"exited with code {code}"
