@@ -192,7 +192,7 @@ def _check_restarts(options: LauncherOptions, launcher: str) -> None:
 def _pickle_payload(payload: object) -> bytes:
     try:
         return pickle.dumps(payload)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:  # whatever the classes of its parts raise
         raise RequestError(
             f"a payload of type {type(payload).__name__} ({error})",
             expected="a payload that can be pickled",

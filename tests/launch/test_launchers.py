@@ -140,6 +140,16 @@ def test_a_payload_that_cannot_be_pickled_is_refused():
         launch("module:function", lambda: None, LauncherOptions(device="cpu"))
 
 
+class Unwilling:
+    def __reduce__(self) -> tuple[object, ...]:
+        raise ValueError("it stays here")
+
+
+def test_a_payload_whose_class_refuses_to_be_pickled_is_named():
+    with pytest.raises(RequestError, match=r"a payload of type Unwilling \(it stays here\)"):
+        launch("module:function", Unwilling(), LauncherOptions(device="cpu"))
+
+
 def test_ray_that_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "distmega.launch.on_ray.actors", raising=False)
