@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Generator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -183,14 +184,15 @@ def _make_context(here: TorchrunRank, job: Job) -> RankContext:
 def _leave_together(store: Store, here: TorchrunRank, timeout_s: float) -> None:
     """Close the process group once every rank is through."""
     keys = {f"done/{rank}": rank for rank in range(here.world_size)}
+    owner = "torchrun" if here.has_agent_store else "rank 0"
     try:
         store.set(f"done/{here.rank}", "")
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except DistNetworkError as error:
         raise LaunchError(
-            f"rank {here.rank} of {here.world_size} lost torchrun's store ({error})",
-            expected="torchrun to stay until every rank has ended",
-            remedy="look for what ended torchrun, and start again",
+            f"rank {here.rank} of {here.world_size} lost the store of {owner} ({error})",
+            expected=f"{owner} to stay until every rank has ended",
+            remedy=f"look for what ended {owner}, and start again",
         ) from error
     except DistError as error:
         late = [rank for key, rank in keys.items() if not store.check([key])]
@@ -200,14 +202,31 @@ def _leave_together(store: Store, here: TorchrunRank, timeout_s: float) -> None:
             expected="every rank to return from its target within that time of the first",
             remedy="look for what holds them up; if only slow, raise DISTMEGA_TIMEOUT_S",
         ) from error
+    _leave_store(store, here, timeout_s)
     close_group()
+
+
+def _leave_store(store: Store, here: TorchrunRank, timeout_s: float) -> None:
+    """Keeps rank 0, where it serves the store, until the others need it no longer."""
+    if here.has_agent_store:
+        return
+    left = [f"left/{rank}" for rank in range(1, here.world_size)]
+    with suppress(DistError):  # every target has returned: whoever ends now has done its part
+        if here.rank:
+            store.set(f"left/{here.rank}", "")
+        elif left:
+            store.wait(left, timedelta(seconds=timeout_s))
 
 
 def _explain_failure(report: Failed, store: Store, here: TorchrunRank) -> DistmegaError:
     if not report.lost_peer:
         return describe_failure(report, here.world_size)
     name = f"rank {here.rank} of {here.world_size}"
-    if dead := _find_dead_peers(store, here):
+    try:
+        dead = _find_dead_peers(store, here)
+    except DistError:  # the store went with who served it
+        dead = [] if here.has_agent_store else [0]
+    if dead:
         found = f"rank {_join(dead)} of {here.world_size} died, as {name} noticed"
     else:
         peers = [rank for rank in range(here.world_size) if rank != here.rank]

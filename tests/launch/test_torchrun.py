@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -14,8 +15,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from distmega.errors import RequestError
 from distmega.launch import agent
+from distmega.launch import torchrun as torchrun_module
 from distmega.launch.contract import LauncherOptions
+from distmega.launch.host.reports import Failed
+from distmega.launch.host.sockets import LOOPBACK
+from distmega.launch.host.stores import HashStore, reach_store, serve_store
 from distmega.launch.launchers import choose_launcher, choose_num_ranks, launch
+from distmega.launch.torchrun import TorchrunRank
 from tests.forked import run_module
 from tests.interrupts import interruptible
 from tests.launch.conftest import is_gone, wait_until
@@ -205,6 +211,43 @@ def test_a_store_that_can_not_be_is_told_in_one_line(rank: int, message: str):
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("distmega: error: ")]
     assert line.startswith(f"distmega: error: {message}")
     assert "Traceback" not in done.stderr
+
+
+def without_an_agent(rank: int) -> TorchrunRank:
+    """A rank of two that share no store but that of rank 0."""
+    return TorchrunRank(
+        rank=rank,
+        world_size=2,
+        local_rank=rank,
+        local_world_size=2,
+        address=LOOPBACK,
+        port=1,
+        restart="0",
+        has_agent_store=False,
+    )
+
+
+def test_a_rank_that_died_with_the_store_that_it_served_is_named():
+    served = serve_store(LOOPBACK, 10.0)
+    store = reach_store(LOOPBACK, served.port, 10.0)
+    del served
+    lost = Failed(rank=1, error=None, summary="RuntimeError: reset", traceback="", lost_peer=True)
+    error = torchrun_module._explain_failure(lost, store, without_an_agent(1))
+    assert error.found == "rank 0 of 2 died, as rank 1 of 2 noticed (RuntimeError: reset)"
+
+
+def test_a_rank_that_serves_the_store_stays_until_the_others_have_left_it():
+    store = HashStore()
+    leaving = Thread(
+        target=torchrun_module._leave_together, args=(store, without_an_agent(0), 60.0)
+    )
+    leaving.start()
+    store.set("done/1", "")
+    leaving.join(0.2)
+    assert leaving.is_alive(), "rank 1 is still to ask whether all are done"
+    torchrun_module._leave_together(store, without_an_agent(1), 60.0)
+    leaving.join(60.0)
+    assert not leaving.is_alive()
 
 
 def test_auto_means_torchrun_inside_of_it_and_local_outside(monkeypatch: pytest.MonkeyPatch):
