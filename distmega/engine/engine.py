@@ -485,7 +485,7 @@ class Engine(OwnProcess):
             "positions": torch.tensor(positions, device=self.device),
             **self._given,
         }
-        with self._in_step, self._unchanged(num):
+        with self._in_step, self._changing_first(num):
             try:
                 outputs = run_ops(self._decode.runner.run, given)
             except UnsoundRunError as error:
@@ -496,14 +496,22 @@ class Engine(OwnProcess):
         return {name: x for name, x in outputs.items() if name != PEAKS}
 
     @contextmanager
-    def _unchanged(self, num: int) -> Iterator[None]:
-        """Leaves states that each token changes as they are in sequences behind the first `num`."""
+    def _changing_first(self, num: int) -> Iterator[None]:
+        """Leaves states that each token changes as they are in sequences behind the first `num`.
+        After an error nobody knows whether those of the first have changed: these have ended.
+        """
         names = self.decode_plan.config.recurrent_states
         idle = [slot[name] for slot in self._slots[num:] for name in names if name in slot]
         before = [x.clone() for x in idle]
-        yield
-        for x, old in zip(idle, before, strict=True):
-            x.copy_(old)
+        try:
+            yield
+        except BaseException:
+            if names:
+                self._num_cached[:num] = [0] * num
+            raise
+        finally:
+            for x, old in zip(idle, before, strict=True):
+                x.copy_(old)
 
     def _grow(self, num: int, num_steps: int) -> None:
         """Notes num_steps more positions in the first `num` slots."""

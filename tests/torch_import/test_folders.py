@@ -1,6 +1,7 @@
 """Hugging Face folders of families that we don't write ourselves, through the Engine."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from distmega.engine.decode_plan import (
     lower_prefill,
     plan_decode,
 )
-from distmega.errors import ModelError, PlanError
+from distmega.engine.engine import Engine
+from distmega.errors import ModelError, PlanError, RequestError
 from distmega.kernels.machines import H200
 from distmega.sources.locate import read_config
 from distmega.torch_import.huggingface.decoders import HfDecoder
@@ -101,6 +103,30 @@ def test_sequences_of_a_model_with_states_go_on_apart(name: str, tmp_path: Path)
         )
     scores = engine.logits(texts[1])
     torch.testing.assert_close(scores, expected[1], rtol=1e-4, atol=1e-4)
+    check_an_interrupted_step(engine, texts, expected)
+
+
+def check_an_interrupted_step(
+    engine: Engine, texts: list[list[int]], expected: torch.Tensor
+) -> None:
+    """It ends the sequences whose states may have taken its tokens, and those alone."""
+    for slot, ids in enumerate(texts):
+        engine.prefill(ids[:3], slot)
+    run = engine._decode.runner.run
+
+    def interrupted(tensors: Mapping[str, torch.Tensor]) -> None:
+        run(tensors)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._decode.runner, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.decode_step([texts[0][3]])
+    with pytest.raises(RequestError, match="slot 0, in which no sequence has started"):
+        engine.decode_step([texts[0][3]])
+    engine.prefill(texts[0][:3])
+    found = [engine.decode_step([ids[at] for ids in texts])["logits"].clone() for at in (3, 4)]
+    torch.testing.assert_close(torch.stack(found, 1), expected[:, 3:5], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
