@@ -49,6 +49,11 @@ LONG_KEYS = 3072
 """Keys a row from which attention is by the kernel for long sequences, where there is one: of 2048
 it takes as long as the other, of 4096 less (docs/notes/prefill.md)."""
 
+MOST_PROGRAMS = 128
+"""Of an engine, those that ran last. A GPU has fewer sizes (prefill_size). On a CPU each number of
+tokens is a size of its own, whose program takes some MB.
+"""
+
 Tensors = Mapping[str, Tensor]
 
 
@@ -65,6 +70,11 @@ class _Program:
     rehearses: bool
     used: bool = False
     graph: CapturedHost | None = None
+
+    def release(self) -> None:
+        """Frees the graph; nothing of it runs any longer."""
+        if self.graph is not None:
+            self.graph.release()
 
 
 class Prefills:
@@ -92,7 +102,7 @@ class Prefills:
         self._budget = 1 if self._recurrent else decode_plan.options.max_batched_tokens
         """Tokens of a pass, at most."""
         self._programs: dict[tuple[int, Logits, bool], _Program] = {}
-        """By rows, logits, and whether sequences are long."""
+        """By rows, logits, and whether sequences are long; those that ran last are the last."""
         self._planned: dict[tuple[int, Logits], HostProgram] = {}
         self._memory: GraphMemory | None = None
         self._plans_anew = False
@@ -123,6 +133,7 @@ class Prefills:
                 found[slot] = int(outputs["next"][-1]), math.isfinite(outputs[PEAKS][-1])
                 rows += [outputs["logits"].clone()] if logits != "none" else []
             self._kept.write()
+            self._release_oldest()
             return found, rows
         scores: list[Tensor] = []
         of_slots: dict[int, Tensor] = {}
@@ -143,6 +154,7 @@ class Prefills:
         for ending, tokens, peaks in earlier:
             pairs = tokens.tolist(), peaks.isfinite().tolist()
             following |= {slot: (pairs[0][slot], pairs[1][slot]) for slot in ending}
+        self._release_oldest()
         return following, scores + [of_slots[slot] for slot in sorted(of_slots)]
 
     def _await_tokens(
@@ -164,10 +176,15 @@ class Prefills:
     def close(self) -> None:
         """Releases the programs and their graphs; nothing runs any longer."""
         for program in self._programs.values():
-            if program.graph is not None:
-                program.graph.release()
+            program.release()
         self._programs.clear()
         self._memory = None
+
+    def _release_oldest(self) -> None:
+        """Releases the programs beyond MOST_PROGRAMS; all passes have ended."""
+        if len(self._programs) > MOST_PROGRAMS:
+            for key in [*self._programs][:-MOST_PROGRAMS]:
+                self._programs.pop(key).release()
 
     def _run_parts(self, ids: Tokens, logits: Logits, tensors: Tensors) -> Tensors:
         """One prompt in micro-batches."""
@@ -216,7 +233,7 @@ class Prefills:
 
     def _program(self, size: int, logits: Logits, *, is_long: bool = False) -> _Program:
         key = size, logits, is_long
-        found = self._programs.get(key)
+        found = self._programs.pop(key, None)
         if found is None:
             evaluator, joined = self._open(*self._host_program(size, logits), is_long)
             memory = None
@@ -227,8 +244,9 @@ class Prefills:
                 memory = PassMemory(rows, SentTokens(batch, self._device))
                 given |= dict(zip(ROWS, rows.parts, strict=True))
             rehearses = self._plans_anew and self._device.type == "cuda"
-            found = self._programs[key] = _Program(evaluator, memory, given, rehearses)
+            found = _Program(evaluator, memory, given, rehearses)
             self._plans_anew = False
+        self._programs[key] = found
         return found
 
     def _known(self, host: HostProgram) -> dict[str, Tensor]:

@@ -33,6 +33,15 @@ def prompt_of(num_tokens: int) -> list[int]:
     return torch.randint(0, 288, (num_tokens,), generator=generator).tolist()
 
 
+def test_programs_that_ran_last_are_kept(monkeypatch: pytest.MonkeyPatch):
+    """On a CPU each number of tokens has one of its own."""
+    monkeypatch.setattr("distmega.engine.prefill.MOST_PROGRAMS", 2)
+    engine = open_tiny()
+    tokens = [engine.prefill(prompt_of(num)) for num in (1, 2, 1, 3)]
+    assert [size for size, *_ in engine._prefills._programs] == [1, 3]
+    assert engine.prefill(prompt_of(2)) == tokens[1]
+
+
 @pytest.mark.parametrize("sampling", [MOST_LIKELY, SAMPLED])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_filled_up_prompts_give_the_tokens_of_exact_ones(sampling: Sampling, batch: int):
