@@ -69,19 +69,20 @@ def require_equal(comm: Communicator, what: str, mine: Sequence[str]) -> None:
 
 def require_agreement(comm: Communicator, plan: StagePlan, fingerprints: list[str]) -> None:
     """All ranks must have cut the program at the same places, those of a stage have planned the
-    same.
+    same; LaunchError, everywhere, that names those who did not.
     """
     mine = plan.cuts, plan.stage.index, fingerprints
     found = dict(zip(comm.mesh.ranks, comm.all_gather_object(mine), strict=True))
+    first_cuts, _, _ = found[comm.mesh.ranks[0]]
     first = {index: theirs for _, index, theirs in reversed(found.values())}
     differing = [
         rank
         for rank, (cuts, index, theirs) in found.items()
-        if cuts != plan.cuts or theirs != first[index]
+        if cuts != first_cuts or theirs != first[index]
     ]
     if differing:
         raise LaunchError(
-            f"ranks {differing} made another plan than rank {comm.mesh.ranks[0]}",
+            f"ranks {differing} made another plan than the first of the mesh or of their stage",
             expected="the same plan and kernels on every rank of a stage",
             remedy="run the same version of distmega, model and options on every rank",
         )
