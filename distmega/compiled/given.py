@@ -6,6 +6,7 @@ none of them, does not fit, or shares memory that it must not; RequestError for 
 no row for. Used by bindings.py, which keeps tensors, and parts.py, which cuts them.
 """
 
+import math
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -64,8 +65,7 @@ class GivenTensors:
                 raise _shared_memory(name, name)
             if x.data_ptr() < stop:
                 raise _shared_memory(*((name, last) if is_state else (last, name)))
-            num_bytes = x.nbytes if x.is_contiguous() else x.element_size()
-            ends[role] = max(ends[role], (x.data_ptr() + num_bytes, name))
+            ends[role] = max(ends[role], (x.data_ptr() + _filled_bytes(x), name))
 
     def refuse_name(self, name: str) -> NoReturn:
         raise ProgramError(
@@ -73,6 +73,16 @@ class GivenTensors:
             expected=f"one of {sorted(self.buffers)}",
             remedy="give inputs, weights and states of the program by name",
         )
+
+
+def _filled_bytes(x: Tensor) -> int:
+    """Bytes from its first element on that are all of a tensor, in whatever order: those between
+    elements that lie apart may be another's.
+    """
+    pairs = [*zip(x.shape, x.stride(), strict=True)]
+    num_to_last = 1 + sum((extent - 1) * step for extent, step in pairs)
+    has_gaps = num_to_last != math.prod(extent for extent, step in pairs if step)
+    return x.element_size() * (1 if has_gaps else num_to_last)
 
 
 def _shared_memory(state: str, other: str) -> ProgramError:

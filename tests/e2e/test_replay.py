@@ -128,6 +128,7 @@ def test_states_have_memory_of_their_own():
     for s, t in (
         (whole[:2], whole[:2]),
         (whole[:2], whole[1:]),
+        (whole.view(6, 2)[:4].t(), whole[1:]),
         (whole[:2], torch.zeros(2, 4)[:, :1].expand(2, 4)),
     ):
         with pytest.raises(ProgramError, match=r"in memory that it shares with '[st]'"):
