@@ -32,28 +32,29 @@ class Bindings:
         self.copied = self._given.inputs
 
     def hold(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Where tensors are from now on, once `adopt` is given them. ProgramError for one that
-        can't be bound.
+        """Where tensors are from now on, once `adopt` is given them: in the kernel's memory, if it
+        has the tensor there. ProgramError, before anything is written, for one that can't be bound.
         """
         for name, x in tensors.items():
             self._given.check(name, x)
             if x.is_neg():
                 raise _negated(name)
+            if name in self._given.states and not self._lies_right(name, x):
+                raise ProgramError(
+                    f"state {name!r} in memory of the caller",
+                    expected="the one in `tensors`, which a kernel of the whole program updates",
+                    remedy="fill it by load(), or compile with megakernel=False",
+                )
         self._given.check_apart({**self.tensors, **tensors})
-        return {name: self._hold_one(name, ordinary(x)) for name, x in tensors.items()}
+        return {
+            name: ordinary(x) if self._lies_right(name, x) else self._held[name].copy_(x)
+            for name, x in tensors.items()
+        }
 
-    def _hold_one(self, name: str, x: Tensor) -> Tensor:
-        """In the kernel's memory, if it has the tensor there."""
+    def _lies_right(self, name: str, x: Tensor) -> bool:
+        """Whether it is where the kernel has that tensor, or the kernel has none."""
         held = self._held.get(name)
-        if held is None or KnownMemory(held).has(x):
-            return x
-        if name in self._given.states:
-            raise ProgramError(
-                f"state {name!r} in memory of the caller",
-                expected="the one in `tensors`, which a kernel of the whole program updates",
-                remedy="fill it by load(), or compile with megakernel=False",
-            )
-        return held.copy_(x)
+        return held is None or KnownMemory(held).has(x)
 
     def adopt(self, tensors: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
         """Binds tensors, at where `hold` has put them."""

@@ -157,6 +157,18 @@ def test_a_state_is_not_in_the_memory_of_a_weight(megakernel: bool):
     assert torch.equal(whole[:2], torch.full((2, 4), 2.0))
 
 
+def test_a_refused_bind_leaves_what_a_kernel_holds_as_it_is():
+    """Weights are copied into its memory, and a state behind them is refused."""
+    p = distmega.ProgramBuilder("adds")
+    w, s = p.weight("w", (2, 4)), p.state("s", (2, 4))
+    program = p.build(p.set(p.pointwise("a0 + a1", s, w), into=s))
+    plan = distmega.plan_program(program, ONE, distmega.CPU)
+    step = CompiledProgram(plan, SingleCommunicator(ONE), warm=True, megakernel=True)
+    with pytest.raises(ProgramError, match="state 's' in memory of the caller"):
+        step.bind({"w": torch.ones(2, 4), "s": torch.ones(2, 4)})
+    assert not step.tensors["w"].any()
+
+
 @pytest.mark.parametrize("megakernel", [True, False])
 def test_what_ends_a_run_midway_voids_its_states(megakernel: bool):
     """Scores that are no numbers are found behind the update of a state."""
