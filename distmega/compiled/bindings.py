@@ -47,7 +47,7 @@ class Bindings:
                 )
         self._given.check_apart({**self.tensors, **tensors})
         return {
-            name: ordinary(x) if self._lies_right(name, x) else self._held[name].copy_(x)
+            name: ordinary(x) if self._lies_right(name, x) else self._held[name].copy_(x.detach())
             for name, x in tensors.items()
         }
 

@@ -169,6 +169,17 @@ def test_a_refused_bind_leaves_what_a_kernel_holds_as_it_is():
     assert not step.tensors["w"].any()
 
 
+def test_a_kernel_that_is_given_parameters_records_no_gradients():
+    """Or what it holds would keep all parameters that were ever bound to it."""
+    p = distmega.ProgramBuilder("adds")
+    w, x = p.weight("w", (2, 4)), p.input("x", (2, 4))
+    plan = distmega.plan_program(p.build(p.pointwise("a0 + a1", x, w)), ONE, distmega.CPU)
+    step = CompiledProgram(plan, SingleCommunicator(ONE), megakernel=True)
+    step.bind({"w": torch.nn.Parameter(torch.ones(2, 4))})
+    assert torch.equal(step.tensors["w"], torch.ones(2, 4))
+    assert not step.tensors["w"].requires_grad
+
+
 @pytest.mark.parametrize("megakernel", [True, False])
 def test_what_ends_a_run_midway_voids_its_states(megakernel: bool):
     """Scores that are no numbers are found behind the update of a state."""
