@@ -374,7 +374,7 @@ def run_rank(given: Communicator, rows: list[int], trace: Path | None) -> None:
 def main() -> None:
     """Starts the ranks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--ranks", type=at_least(1), default=2)
+    parser.add_argument("--ranks", type=at_least(2), default=2)
     parser.add_argument("--rows", type=at_least(1), nargs="+", default=[1024, 4096, 8192])
     parser.add_argument(
         "--trace", type=writable_file, help="file for a timeline of the MLP at the first M"

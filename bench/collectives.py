@@ -120,7 +120,7 @@ def measure(comm: NcclCommunicator, rounds: int, sizes_kb: tuple[int, ...], book
 def main() -> None:
     """Measures on `--ranks` GPUs of this machine."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=at_least(1), default=2)
+    parser.add_argument("--ranks", type=at_least(2), default=2)
     parser.add_argument("--rounds", type=at_least(1), default=20)
     parser.add_argument("--kb", type=at_least(1), nargs="+", default=SIZES_KB)
     add_book_options(parser)

@@ -194,7 +194,7 @@ def summary(record: Record) -> str:
 def main() -> None:
     """Starts the ranks and measures all cases."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--ranks", type=at_least(1), default=2)
+    parser.add_argument("--ranks", type=at_least(2), default=2)
     parser.add_argument("--rows", type=at_least(1), nargs="+", default=[], help="only these M")
     parser.add_argument("--seconds", type=seconds, default=120.0, help="after which no case starts")
     add_book_options(parser)

@@ -61,13 +61,15 @@ def test_as_many_gpus_as_the_cases_name(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("command", "option"),
     [
-        ("blocks", "--ranks 0"),
+        ("blocks", "--ranks 1"),
         ("blocks", "--rows 0"),
         ("captured", "--longest -1"),
         ("captured", "--longest nan"),
         ("collectives", "--kb 0"),
+        ("collectives", "--ranks 1"),
         ("decode", "--rounds 0"),
         ("decode", "--rounds x"),
+        ("overlap", "--ranks 1"),
         ("overlap", "--seconds 0"),
         ("pipelined", "--sizes-mb 0"),
         ("prefill_kernels", "--layers -1"),
