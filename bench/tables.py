@@ -59,7 +59,7 @@ def summary(results: Path) -> str:
     for what, benchmark, case in SUMMARY:
         records = read_records(results / f"{benchmark}-{DEVICE}.json")
         for record in (record for record in records if record.case == case):
-            peer = min(record.peers, key=record.peers.__getitem__)
+            peer = min(record.peers, key=record.peers.__getitem__, default="-")
             gpus, ours_us = str(record.num_gpus), _us(record.ours_us)
             rows.append([what, gpus, ours_us, peer, _peer(record, peer)])
     return "".join(f"{_line(row)}\n" for row in (columns, ["---"] * len(columns), *rows))
