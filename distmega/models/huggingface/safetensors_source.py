@@ -60,9 +60,14 @@ class SafetensorsArray:
     file: _File
     name: str
 
+    def box(self, slices: tuple[slice, ...]) -> torch.Tensor:
+        """What slices select, as stored, on the CPU: safetensors reads to torch's default device."""
+        with torch.device("cpu"):
+            return self.file.get_slice(self.name)[slices]
+
     def read(self, ranges: tuple[Range, ...]) -> Array:
         """The box of these ranges, widened to float32."""
-        part = self.file.get_slice(self.name)[tuple(slice(*bounds) for bounds in ranges)]
+        part = self.box(tuple(slice(*bounds) for bounds in ranges))
         array: Array = part.to(torch.float32).numpy()
         return array
 
@@ -74,7 +79,7 @@ ROWS_COMPARED = 16
 def require_tied(embedding: SafetensorsArray, head: SafetensorsArray, folder: Path) -> None:
     """ModelError where the first rows of an embedding and of the head that shares it differ."""
     rows = (slice(ROWS_COMPARED),)
-    one, other = (each.file.get_slice(each.name)[rows] for each in (embedding, head))
+    one, other = (each.box(rows) for each in (embedding, head))
     if one.shape != other.shape or not torch.equal(one, other):
         raise ModelError(
             f"{head.name} in {folder}, which is not {embedding.name}",

@@ -80,7 +80,8 @@ def convert(exported: ExportedProgram, name: str, more: Continue | None = None) 
     nodes, names = list(exported.graph.nodes), OpNames()
     opaque = OpaqueOps(nodes, b, values, names)
     converter = Converter(b, Inputs(exported, b.p), opaque, values, names)
-    return converter.run(nodes, more)
+    with torch.device("cpu"):  # where constants are, whatever the caller's default device
+        return converter.run(nodes, more)
 
 
 @dataclass(slots=True)

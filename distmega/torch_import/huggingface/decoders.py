@@ -85,12 +85,13 @@ def _without_filling() -> Iterator[None]:
 
 
 def make_model(config: PretrainedConfig, dtype: str, attention: str) -> nn.Module:
-    """The model of a configuration, its parameters without values, its buffers with theirs.
+    """The model of a configuration, its parameters without values, its buffers with theirs; on the
+    CPU, where torch gives parameters no memory before they are filled.
 
     attention: "sdpa" or "eager", as transformers names implementations.
     """
     config = copy.deepcopy(config)
-    with _WithoutRandomness(), _without_filling():
+    with torch.device("cpu"), _WithoutRandomness(), _without_filling():
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch_dtype(dtype), attn_implementation="eager"
         )
@@ -217,11 +218,6 @@ class HfDecoder:
                 remedy="choose a shorter prompt or context",
             )
         num_rows = num_tokens if prompt else num_tokens * batch
-        step = _DecodeStep(self, num_rows, max_context, batch, dtype, prompt, logits)
-        layers = [] if self.states else _layers(step, self.num_layers)
-        with EXPORTING:
-            fix_frequencies(step.model, max_context)
-            exported = export_module(step, (), _inputs(num_rows, batch, prompt=prompt), layers)
         name = f"decoder_{num_tokens}" + (f"x{batch}" if batch > 1 else "")
 
         def choose(
@@ -237,13 +233,19 @@ class HfDecoder:
             found = [chosen] if logits == "none" else [p.set(scores, name="logits"), chosen]
             return [*found, p.value_of(chosen)] if peaks else found
 
-        graph = convert(exported, name, choose)
-        check_masks(graph.program, graph.constants, max_context)
-        # rows one by one look unlike those of a step, which reads the same weights and caches
-        normal = normalise(
-            graph.program, dict(graph.constants), "positions", max_context,
-            keep_weights=bool(self.states),
-        )  # fmt: skip
+        with torch.device("cpu"):
+            step = _DecodeStep(self, num_rows, max_context, batch, dtype, prompt, logits)
+            layers = [] if self.states else _layers(step, self.num_layers)
+            with EXPORTING:
+                fix_frequencies(step.model, max_context)
+                exported = export_module(step, (), _inputs(num_rows, batch, prompt=prompt), layers)
+            graph = convert(exported, name, choose)
+            check_masks(graph.program, graph.constants, max_context)
+            # rows one by one look unlike those of a step, which reads the same weights and caches
+            normal = normalise(
+                graph.program, dict(graph.constants), "positions", max_context,
+                keep_weights=bool(self.states),
+            )  # fmt: skip
         self._note(graph, normal)
         return normal.program
 
@@ -386,7 +388,7 @@ def _look(model: nn.Module, num_layers: int) -> tuple[KeptStates, bool]:
         found[number] = CacheShape(number=number, num_heads=x.shape[1], dim=x.shape[2])
         return x.new_zeros(x.shape[1], 4, x.shape[2])
 
-    with without_values(model):
+    with torch.device("cpu"), without_values(model):
         rows = StepRows(positions=torch.zeros(1, dtype=torch.long), max_context=4)
         cache = rows_cache(rows, num_layers, store)
         with capturing(rows):

@@ -68,9 +68,11 @@ def _belongs(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 def _is_causal_mask(array: SafetensorsArray) -> bool:
     """Whether an array is [1, 1, n, n] of ones and zeros: what each token sees before it."""
-    part = array.file.get_slice(array.name)
-    shape = part.get_shape()
+    shape = array.file.get_slice(array.name).get_shape()
     if len(shape) != 4 or shape[:2] != [1, 1] or shape[2] != shape[3] or shape[2] < 2:
         return False
-    first, last = (part[:, :, row : row + 1].flatten() for row in (0, shape[2] - 1))
+    whole = slice(None)
+    first, last = (
+        array.box((whole, whole, slice(row, row + 1))).flatten() for row in (0, shape[2] - 1)
+    )
     return bool(last.all()) and bool(first[0]) and not torch.any(first[1:])
