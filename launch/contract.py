@@ -54,7 +54,7 @@ class RayOptions:
         strategy: Ray's strategy of a placement group.
         cpus_per_rank: Cores that a rank asks for; a fraction of one is allowed.
         ranks_per_bundle: Consecutive ranks that must share a node, as the ranks of a pipeline's
-            stage should.
+            stage should; a divisor of the number of ranks.
         placement_timeout_s: How long to wait for a place for all of them.
     """
 

@@ -62,6 +62,7 @@ def launch(
     timeout_s = read_settings().timeout_s if options.timeout_s is None else options.timeout_s
     launcher = choose_launcher(options.launcher)
     _check_restarts(options, launcher)
+    _check_bundles(options, launcher)
     require_gpus(options, options.num_ranks)
     require_no_import()
     job = Job(
@@ -186,6 +187,16 @@ def _check_restarts(options: LauncherOptions, launcher: str) -> None:
             f"{counted(options.max_restarts, 'restart')} with launcher torchrun",
             expected="none: torchrun itself starts its ranks again",
             remedy="give --max-restarts to torchrun",
+        )
+
+
+def _check_bundles(options: LauncherOptions, launcher: str) -> None:
+    size = options.ray.ranks_per_bundle
+    if launcher == "ray" and options.num_ranks % size:
+        raise RequestError(
+            f"{counted(options.num_ranks, 'rank')} in bundles of {size}",
+            expected="as many ranks in each bundle",
+            remedy="correct num_ranks, or ranks_per_bundle of RayOptions",
         )
 
 

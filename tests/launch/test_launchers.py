@@ -63,6 +63,17 @@ def test_bad_options_of_ray_are_refused_when_they_are_made(
     assert RayOptions(cpus_per_rank=0).cpus_per_rank == 0
 
 
+@pytest.mark.parametrize(("num_ranks", "size"), [(3, 2), (1, 2)])
+def test_ranks_that_do_not_fill_their_bundles_are_refused_before_ray_is_asked(
+    num_ranks: int, size: int
+):
+    options = LauncherOptions(
+        launcher="ray", num_ranks=num_ranks, device="cpu", ray=RayOptions(ranks_per_bundle=size)
+    )
+    with pytest.raises(RequestError, match=rf"^{num_ranks} ranks? in bundles of {size}; "):
+        launch("module:function", None, options)
+
+
 @pytest.mark.parametrize("options", [None, {}, "local", LauncherOptions])
 def test_what_are_no_options_is_refused(options: object):
     with pytest.raises(RequestError, match=r"^options .*; expected LauncherOptions"):
