@@ -39,10 +39,27 @@ def connect() -> bool:
     if ray.is_initialized():
         return False
     address = cluster_address()
-    on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if address and address != "auto":
             _probe(address)
+        _init(address)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise LaunchError(
+            f"can't connect to Ray at RAY_ADDRESS={address or 'local'} ({error})",
+            expected="host:port of a running cluster of the versions of Ray and Python here, and "
+            "its token if it demands one",
+            remedy="correct RAY_ADDRESS, unset it to start Ray on this machine, or set "
+            "RAY_AUTH_MODE=token where `ray start` said that token authentication is enabled",
+        ) from error
+    return True
+
+
+def _init(address: str | None) -> None:
+    """Connects to a cluster, or starts a Ray. After an error, of versions that differ too, this
+    process is not connected.
+    """
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
         ray.init(
             address=address or "local",
             object_store_memory=None if address else OBJECT_STORE_BYTES,
@@ -51,16 +68,12 @@ def connect() -> bool:
             log_to_driver=shows_output(),
         )
         _log_daemons()
+    except BaseException:
+        ray.shutdown()
+        raise
+    finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_terminate)  # Ray has put its own, which aborts
-    except (OSError, ValueError) as error:
-        raise LaunchError(
-            f"can't connect to Ray at RAY_ADDRESS={address or 'local'} ({error})",
-            expected="host:port of a running cluster, and its token if it demands one",
-            remedy="correct RAY_ADDRESS, unset it to start Ray on this machine, or set "
-            "RAY_AUTH_MODE=token where `ray start` said that token authentication is enabled",
-        ) from error
-    return True
 
 
 def shows_output() -> bool:

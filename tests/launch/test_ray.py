@@ -107,6 +107,26 @@ def test_an_address_where_no_cluster_listens_is_refused(monkeypatch: pytest.Monk
             list(start("sum_ranks", 1))
 
 
+def test_a_cluster_of_other_versions_is_refused_and_left(monkeypatch: pytest.MonkeyPatch):
+    """Ray is connected when it finds out that it does not fit, and has its own end on SIGTERM."""
+    ray = pytest.importorskip("ray")
+    cluster = import_module("distmega.launch.on_ray.cluster")
+    before, calls = signal.getsignal(signal.SIGTERM), []
+
+    def init(**_options: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise RuntimeError("Version mismatch: the cluster was started with Ray 2.50")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(LaunchError, match=r"RAY_ADDRESS=auto \(Version mismatch: the"):
+        cluster.connect()
+    assert calls == ["shutdown"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_ranks_are_numbered_by_node_then_device():
     pytest.importorskip("ray")
     launcher = import_module("distmega.launch.on_ray.actors")
