@@ -117,7 +117,7 @@ class LocalTeam:
         rank = self.open[connection]
         try:
             report: Report = pickle.loads(connection.recv_bytes())
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # at its end, or in the midst of a report
             del self.open[connection]
             return Died(rank=rank, how=_await_exit(self.ranks[rank].process))
         return report

@@ -88,7 +88,7 @@ class LocalRank:
     def _receive(self) -> Any:
         try:
             return pickle.loads(self._connection.recv_bytes())
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # at its end, or in the midst of an order
             os._exit(1)
 
     def _report(self, report: Report) -> None:

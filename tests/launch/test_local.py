@@ -2,16 +2,20 @@
 
 import os
 import signal
+import struct
 import subprocess
 import sys
+from multiprocessing.connection import Pipe
 from pathlib import Path
 
 import pytest
 
 from distmega.engine.ranks.context import RankContext
 from distmega.errors import LaunchError, RankFailure, RequestError
-from distmega.launch.contract import Emitted, Event, LauncherOptions, Result
+from distmega.launch.contract import Emitted, Event, Job, LauncherOptions, RayOptions, Result
+from distmega.launch.host.reports import Died
 from distmega.launch.launchers import launch
+from distmega.launch.local import LocalTeam, _Rank
 from tests.interrupts import interruptible
 from tests.launch.conftest import is_gone, wait_until
 from tests.launch.targets import Begun, Trap
@@ -76,6 +80,27 @@ def test_a_rank_that_dies_is_named_and_ends_the_others_at_once(
         next(events)
     assert how in str(failure.value)
     assert is_gone(survivor)
+
+
+def test_a_rank_that_dies_in_the_midst_of_a_report_is_named():
+    """As one that memory runs out for while it sends a large result."""
+    job = Job(
+        target="module:function",
+        payload=b"",
+        num_ranks=1,
+        device="cpu",
+        timeout_s=60.0,
+        start_timeout_s=60.0,
+        ray=RayOptions(),
+    )
+    team, (ours, theirs) = LocalTeam(job), Pipe()
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as process:
+        team.ranks.append(_Rank(process=process, connection=ours))
+        team.open[ours] = 0
+        os.write(theirs.fileno(), struct.pack("!i", 1000) + b"the first of a thousand bytes")
+        theirs.close()
+        assert team.poll(60.0) == [Died(rank=0, how="exited with code 3")]
+        team.kill()
 
 
 def test_what_a_dead_rank_started_ends_with_it():
