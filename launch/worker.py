@@ -73,7 +73,7 @@ class RankRun:
             data = self._pickled(value, "result") if rank == 0 else b""
         except BaseException as error:  # whatever ends the target must reach the launcher
             logger.debug("failed", exc_info=error)
-            report(_describe_failure(rank, error))
+            report(_describe_failure(rank, error, self._context.world_size))
         else:
             report(Done(rank=rank, data=data))
 
@@ -241,13 +241,13 @@ def _check_interfaces(names: str) -> None:
         )
 
 
-def _describe_failure(rank: int, error: BaseException) -> Failed:
+def _describe_failure(rank: int, error: BaseException, num_ranks: int) -> Failed:
     return Failed(
         rank=rank,
         error=error if isinstance(error, DistmegaError) and _can_be_sent(error) else None,
         summary=f"{type(error).__name__}: {_text(error)}",
         traceback="".join(traceback.format_exception(error)),
-        lost_peer=_is_lost_peer(error),
+        lost_peer=num_ranks > 1 and _is_lost_peer(error),
     )
 
 

@@ -52,6 +52,13 @@ def test_what_has_no_such_cause_is_the_rank_s_own():
     assert not _is_lost_peer(RequestError("a", expected="b", remedy="c"))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_alone_has_lost_nobody(num_ranks: int):
+    """A target has connections of its own: to a server, say."""
+    report = _describe_failure(0, ConnectionRefusedError("no server there"), num_ranks)
+    assert report.lost_peer == (num_ranks > 1)
+
+
 class MuteError(Exception):
     """Fails where it is to be shown."""
 
@@ -60,7 +67,7 @@ class MuteError(Exception):
 
 
 def test_an_error_that_has_no_text_is_told_of():
-    report = _describe_failure(1, MuteError())
+    report = _describe_failure(1, MuteError(), 2)
     assert report.summary == "MuteError: its text raised LookupError"
     assert "MuteError" in report.traceback
 
@@ -69,6 +76,7 @@ def test_an_error_that_cannot_be_sent_is_told_of_in_words():
     class LocalError(RequestError):
         """Nobody finds it."""
 
-    report = _describe_failure(1, LocalError("a", expected="b", remedy="c"))
+    report = _describe_failure(1, LocalError("a", expected="b", remedy="c"), 2)
     assert (report.error, report.summary) == (None, "LocalError: a; expected b; c")
-    assert _describe_failure(1, RequestError("a", expected="b", remedy="c")).error is not None
+    found = _describe_failure(1, RequestError("a", expected="b", remedy="c"), 2)
+    assert found.error is not None
