@@ -5,6 +5,7 @@ operators are torch's core ones and those that programs state whole. Next on the
 then conversion/converter.py.
 """
 
+import logging
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 import torch._export.utils as export_utils
+import torch.export._trace as export_trace
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -95,8 +97,7 @@ def export_module(
             remedy="put the function into the forward of one",
         )
     try:
-        with EXPORTING, kept_attributes(module), warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
+        with EXPORTING, _quietly(), kept_attributes(module), torch.no_grad():
             kinds = find_kinds(module, args, kwargs, layers) if layers else []
             with folded(module, kinds), replaced_tensors(module) as replaced:
                 with kept_attributes(module):
@@ -108,6 +109,28 @@ def export_module(
         raise
     except Exception as error:  # torch.export raises errors of many kinds, the module any other
         raise _refused(module, error) from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's warnings, and what torch.export writes to standard error and its log where it
+    refuses a module: it may take the same one another way, and else an error says why.
+    """
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    log.addFilter(_is_no_warning)
+    try:
+        with (
+            warnings.catch_warnings(),
+            patch.object(export_trace, "print", lambda *_, **__: None, create=True),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.removeFilter(_is_no_warning)
+
+
+def _is_no_warning(record: logging.LogRecord) -> bool:
+    return record.levelno != logging.WARNING
 
 
 def _require_unchanged(

@@ -1,4 +1,8 @@
-"""Export: what torch is asked once, and what it sees that came since the last time."""
+"""Export: what torch is asked once, what it sees that came since the last time, and what it leaves
+unsaid.
+"""
+
+import logging
 
 import pytest
 import torch
@@ -40,3 +44,21 @@ def test_an_operator_that_came_since_the_last_export_is_taken_apart():
             return torch.ops.distmega_test_exported.twice(x)
 
     assert targets(Twice()) == ["aten.add.Tensor"]
+
+
+def test_what_torch_refuses_at_first_is_not_written_anywhere(capfd: pytest.CaptureFixture[str]):
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * int(x.sum().item())
+
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger("torch")
+    log.addHandler(handler)
+    try:
+        assert "aten.mul.Tensor" in targets(Scaled())
+    finally:
+        log.removeHandler(handler)
+    assert not [record for record in records if record.levelno >= logging.WARNING]
+    assert capfd.readouterr() == ("", "")
