@@ -6,6 +6,7 @@ of dims; of its results the tile is kept, so that what had not been written in t
 An axis of a symbol ends where the symbol does, in tiles and in sums. Used by interpret.py.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -20,6 +21,7 @@ from distmega.hostir.library.ops import compile_op, op_operands
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.events.graph import EventGraph, TaskId
 from distmega.kernels.tasks.regions import index_ranges
+from distmega.program.dtypes import INTEGER_BITS, is_integer
 from distmega.program.kinds import kind_of
 from distmega.program.types import Access, Index, Op, accesses
 
@@ -60,12 +62,9 @@ class TileReference:
         self.tensors = {n: x.clone() if n in written else x for n, x in given.items()}
         for tensor in graph.program.tensors:
             if tensor.name not in given:
-                dtype = torch_dtype(tensor.dtype)
-                floats = dtype.is_floating_point
-                fill = float("nan") if floats else torch.iinfo(dtype).max
-                fill = 0 if tensor.name in shared else fill
+                fill = 0 if tensor.name in shared else _unwritten(tensor.dtype)
                 self.tensors[tensor.name] = torch.full(
-                    tensor.shape, fill, dtype=dtype, device="cpu"
+                    tensor.shape, fill, dtype=torch_dtype(tensor.dtype), device="cpu"
                 )
         for op in graph.program.ops:
             if op.is_view:  # shows the storage of its source
@@ -186,6 +185,11 @@ class TileReference:
                 if row < starts[group + 1] - starts[group]
             ]
         return list(chain(*index_ranges(index, tile, op.extents, extent)))
+
+
+def _unwritten(dtype: str) -> float:
+    """What an element holds before a task writes it: NaN, or the largest that the type has."""
+    return 2 ** (INTEGER_BITS[dtype] - 1) - (dtype != "bool") if is_integer(dtype) else math.nan
 
 
 def _least_in_use(op: Op, axis: str) -> int:

@@ -324,6 +324,23 @@ def test_a_symbol_ends_rows_that_are_normalised():
                 torch.testing.assert_close(found[:, : wanted.shape[1]], wanted)
 
 
+@pytest.mark.parametrize("dtype", ["bool", "i32", "i64", "bf16", "f16", "f64"])
+def test_tasks_make_tensors_of_all_types(dtype: str):
+    p = ProgramBuilder("types")
+    x = p.input("x", (4, 6))
+    less = p.pointwise("lt(a0, 0)", x, dtype=dtype, name="less")
+    shown = p.reshape(p.set(less, name="copy"), (24,), view=True, name="shown")
+    program = p.build(p.slice(shown, 0, 1, 24, 2, name="y"), p.reduce(less, 0, "max", name="any"))
+    graph = analyse_events(program, {"less": {"i0": 1}, "copy": {"i1": 4}, "y": {"i0": 5}})
+    queues = make_queues(graph, 3)
+    check_queues(queues)
+    tensors = given(program, [])
+    expected = run_program(program, tensors)
+    for seed in range(3):
+        found = run_queues(queues, tensors, seed=seed).tensors
+        assert all(torch.equal(found[name], expected[name]) for name in program.outputs)
+
+
 @pytest.mark.parametrize("symbols", [{}, {"B": ("x", 0)}])
 def test_views_show_what_their_source_holds(symbols: dict[str, tuple[str, int]]):
     p = ProgramBuilder("views")
