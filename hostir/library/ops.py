@@ -116,11 +116,11 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, spec: LinearSpec, num_rows
 
 
 def _matmul(x: Tensor, w: Tensor, bias: Tensor | None, num_rows: int) -> Tensor:
-    columns = w.shape[: w.dim() - x.dim() + num_rows]
-    num_sums = math.prod(x.shape[num_rows:])
+    rows, columns = x.shape[:num_rows], w.shape[: w.dim() - x.dim() + num_rows]
+    num_sums = math.prod(x.shape[num_rows:])  # 0 where a symbol says so
     flat_bias = None if bias is None else bias.reshape(-1)
-    out = F.linear(x.reshape(-1, num_sums), w.reshape(-1, num_sums), flat_bias)
-    return out.reshape(x.shape[:num_rows] + columns)
+    flat_x, flat_w = x.reshape(math.prod(rows), num_sums), w.reshape(math.prod(columns), num_sums)
+    return F.linear(flat_x, flat_w, flat_bias).reshape(rows + columns)
 
 
 def _einsum(x: Tensor, w: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:

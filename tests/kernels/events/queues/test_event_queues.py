@@ -324,6 +324,25 @@ def test_a_symbol_ends_rows_that_are_normalised():
                 torch.testing.assert_close(found[:, : wanted.shape[1]], wanted)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_symbol_of_nothing_ends_sums_of_products(bias: bool):
+    """Sums over what is in use are zero where nothing is, and then the bias alone."""
+    p = ProgramBuilder("nothing")
+    x, w, b = p.input("x", (2, 6)), p.weight("w", (3, 6)), p.weight("b", (3,))
+    y = p.linear(x.map("a0 + 1"), w, b if bias else None, name="y")
+    program = p.build(y, p.linear(x, w, spec="m k, n k -> n m", name="turned"))
+    graph = analyse_events(program, {"y": {"n": 2}}, symbols={"K": ("x", 1)})
+    queues = make_queues(graph, 2)
+    check_queues(queues)
+    tensors = given(program, [])
+    for used in (0, 1, 6):
+        launch = run_queues(queues, tensors, symbols={"K": used}, seed=used)
+        x, w = tensors["x"][:, :used], tensors["w"][:, :used]
+        expected = (x + 1) @ w.T + (tensors["b"] if bias else 0)
+        torch.testing.assert_close(launch.tensors["y"], expected)
+        torch.testing.assert_close(launch.tensors["turned"], w @ x.T)
+
+
 @pytest.mark.parametrize("dtype", ["bool", "i32", "i64", "bf16", "f16", "f64"])
 def test_tasks_make_tensors_of_all_types(dtype: str):
     p = ProgramBuilder("types")
