@@ -163,6 +163,7 @@ def grouped_linear(
         return out
     if not here:
         return out.zero_()
+    offsets = offsets.contiguous()
     # copies where TMA can't address them: torch would ask the host for rows, which breaks graphs
     rows, matrices = aligned(x.contiguous()), aligned(w.contiguous().view(-1, w.shape[2]))
     mean = mean_rows(x.shape[0], groups.num)
@@ -219,7 +220,7 @@ def mix_groups(
     out = torch.empty(x.shape[0], upper.shape[1], dtype=x.dtype, device=x.device)
     spec = plain_spec(_matmul_tiles(max(STAGES)), formula, apart=True)
     matrices = [aligned(w.contiguous().view(-1, w.shape[2])) for w in (upper, lower)]
-    starts = offsets[groups.first :]
+    starts = offsets[groups.first :].contiguous()
     launch_groups(aligned(x.contiguous()), matrices, out, starts, here, spec)
     return out
 

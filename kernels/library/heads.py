@@ -126,7 +126,7 @@ def move_heads(
         library.move_heads(parts, positions, table, sequences, eps)
         return
     specs = tuple(_spec(part, x.shape[1], x.shape[2]) for part, x in zip(parts, known, strict=True))
-    nothing = positions
+    positions = nothing = positions.contiguous()
     blocks = sum(triton.cdiv(x.shape[1], s.heads) for x, s in zip(known, specs, strict=True))
     launch(
         move_rows,
@@ -141,7 +141,7 @@ def move_heads(
         tuple(part.out.shape[-2] if part.appends else 0 for part in parts),
         positions,
         nothing if table is None else table,
-        nothing if sequences is None else sequences,
+        nothing if sequences is None else sequences.contiguous(),
         eps,
         several=sequences is not None,
         own=own,

@@ -165,6 +165,7 @@ def attend_packed(
         return library.packed_attention(
             q, k_cache, v_cache, positions, sequences, scale, window, softcap
         )
+    positions, starts = positions.contiguous(), starts.contiguous()
     if is_long is None:
         is_long = q.shape[0] >= LONG * (starts.shape[0] - 1)
     if is_long and takes_groups(q, scale) and not softcap:

@@ -170,8 +170,8 @@ def attend_each(
     factor, cap = score_factors(scale, softcap)
     launch(
         attend_part, (kv_heads, sequences, num_parts),
-        q, k_cache, v_cache, parts, maxima, sums, positions, *q.stride()[:3], context,
-        factor, window, cap, num_parts, group=group,
+        q, k_cache, v_cache, parts, maxima, sums, positions.contiguous(), *q.stride()[:3],
+        context, factor, window, cap, num_parts, group=group,
         rows=max(LEAST_ROWS, triton.next_power_of_2(group)), dim=dim, padded=padded,
         windowed=window > 0, capped=softcap > 0, alone=alone, num_keys=num_keys, num_warps=4,
         num_stages=3,

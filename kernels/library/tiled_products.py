@@ -172,11 +172,12 @@ class TiledProduct:
         self._counts: dict[tuple[int, int], Tensor] = {}
 
     def __call__(self, x: Tensor, w: Tensor, bias: Tensor | None, tiles: SmallTiles) -> Tensor:
-        """x W' + bias, and the formula of it; x of any strides."""
+        """x W' + bias, and the formula of it; all of any strides."""
         if x.stride(1) != 1 and x.stride(0) != 1:
             x = x.contiguous()
         w = w if w.stride(1) == 1 else w.contiguous()
         (rows, depth), columns = x.shape, w.shape[0]
+        bias = None if bias is None else bias.contiguous()
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
         num_tiles = -(-rows // tiles.rows) * -(-columns // tiles.columns)
         partials = counts = out

@@ -15,7 +15,7 @@ from distmega.hostir.library import experts as library
 from distmega.kernels.library import grouped_products
 from distmega.kernels.library.grouped_products import ProductTiles, Schedule, grouped_linear
 from distmega.program.ops.experts import GroupRange
-from tests.kernels.interpreting import patch_tensors
+from tests.kernels.interpreting import apart, patch_tensors
 
 TILES = (
     ProductTiles(rows=4, columns=16, depth=16, warps=4, stages=1, programs=2),
@@ -48,7 +48,7 @@ def error_of(case: Case, schedule: Schedule) -> float:
     x[sum(counts) :] = float("nan")
     w = torch.randn(stop - first, columns, terms, generator=generator)
     starts = [sum(counts[:n]) for n in range(len(counts) + 1)]
-    offsets = torch.tensor(starts, dtype=torch.int32)
+    offsets = apart(torch.tensor(starts, dtype=torch.int32))
     groups = GroupRange(first=first, stop=stop, num=len(counts))
     expected = library.grouped_linear(x, w, offsets, groups)
     found = grouped_linear(x, w, offsets, groups, max(*counts, 1), schedule)

@@ -13,6 +13,7 @@ import torch
 from distmega.hostir.library import heads as library
 from distmega.hostir.library.heads import Heads
 from distmega.kernels.library import heads as kernel
+from tests.kernels.interpreting import apart
 
 ROWS, CONTEXT = 5, 11
 STEPS = {
@@ -33,11 +34,11 @@ def error_of(
     torch.manual_seed(0)
     counts = [num_heads * (3 if number == 0 else 1) for number in range(len(steps))]
     whole = torch.randn(ROWS, sum(counts) * dim)
-    positions = torch.randperm(CONTEXT)[:ROWS]
+    positions = apart(torch.randperm(CONTEXT)[:ROWS])
     several = num_sequences > 0
     sequences = None
     if several and not own:
-        sequences = torch.randint(0, num_sequences, (ROWS,))
+        sequences = apart(torch.randint(0, num_sequences, (ROWS,)))
     table = torch.randn(CONTEXT, dim)
     made, given, left = [], [], 0
     for text, count in zip(steps, counts, strict=True):

@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 from distmega.hostir.library import ops as library
 from distmega.kernels.library import row_attention
 from distmega.kernels.library.row_attention import attend_each
-from tests.kernels.interpreting import patch_tensors
+from tests.kernels.interpreting import apart, patch_tensors
 
 
 def error_of(
@@ -28,7 +28,7 @@ def error_of(
     for sequence, position in enumerate(positions):
         for cache in caches:
             cache[sequence, :, position + 1 :] = float("nan")
-    at = torch.tensor(positions)
+    at = apart(torch.tensor(positions))
     with (
         patch.object(row_attention, "_num_parts", lambda *_: parts),
         patch.object(library, "masked_attention", side_effect=AssertionError("the kernel does it")),
