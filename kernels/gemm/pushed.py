@@ -18,6 +18,7 @@ from distmega.kernels.hopper.all_gather import PushedAllGather
 from distmega.kernels.hopper.all_reduce import PushedAllReduce
 from distmega.kernels.hopper.argmax import PushedArgmax
 from distmega.kernels.hopper.sum_norm import FOUR, LEAST_CAPACITY, PushedSumNorm
+from distmega.kernels.runtime.memory import packed
 from distmega.kernels.runtime.symmetric import Team
 
 LONGEST_WAIT_S = 86400.0
@@ -28,7 +29,6 @@ GATHERED_BYTES = 2**24
 COMPARED_ROWS = 1024
 SUM_MULTIPLE = 8
 """Of elements a rank, as words of a sum are read."""
-ACCESS_BYTES = 16
 
 
 class PushedCollectives:
@@ -46,7 +46,7 @@ class PushedCollectives:
         num = x.numel()
         if num not in self._sums:
             self._sums[num] = PushedAllReduce(self._team, num, timeout_s=LONGEST_WAIT_S)
-        given, into = aligned(x), _writable(out)
+        given, into = packed(x), _writable(out)
         self._sums[num](given.view(-1), into.view(-1))
         _bring(into, out)
 
@@ -88,7 +88,7 @@ class PushedCollectives:
         if not self._gather.takes(x, dim):
             return False
         into = _writable(out)
-        self._gather(aligned(x), into, dim)
+        self._gather(packed(x), into, dim)
         _bring(into, out)
         return True
 
@@ -102,7 +102,7 @@ class PushedCollectives:
             return None
         if self._argmax is None:
             self._argmax = PushedArgmax(self._team, COMPARED_ROWS, LONGEST_WAIT_S)
-        largest, where = self._argmax(aligned(values).view(-1), aligned(indices).view(-1))
+        largest, where = self._argmax(packed(values).view(-1), packed(indices).view(-1))
         return largest.view(values.shape), where.view(indices.shape)
 
 
@@ -114,20 +114,13 @@ def pushed_by(workspace: Workspace) -> PushedCollectives:
     return _known.setdefault(workspace, PushedCollectives(workspace.team))
 
 
-def aligned(x: Tensor, num_bytes: int = ACCESS_BYTES) -> Tensor:
-    """The same where words of so many bytes can be read; a copy of what lies elsewhere."""
-    x = x.contiguous()
-    shifted = x.data_ptr() % num_bytes or x.storage_offset() * x.element_size() % num_bytes
-    return x.clone() if shifted else x
-
-
 def _in_fours(x: Tensor) -> Tensor:
-    return aligned(x, FOUR * x.element_size())
+    return packed(x, FOUR * x.element_size())
 
 
 def _writable(out: Tensor) -> Tensor:
     """Where results go that belong into `out`: itself, if words can be written there."""
-    fits = out.is_contiguous() and aligned(out) is out
+    fits = out.is_contiguous() and packed(out) is out
     return out if fits else torch.empty_like(out, memory_format=torch.contiguous_format)
 
 

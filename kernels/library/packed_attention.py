@@ -29,6 +29,7 @@ from distmega.kernels.library.score_caps import cap_scores, score_factors
 from distmega.kernels.powers import LOG2_E
 from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
+from distmega.kernels.runtime.memory import packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,7 @@ def attend_packed(
         return library.packed_attention(
             q, k_cache, v_cache, positions, sequences, scale, window, softcap
         )
+    q, k_cache, v_cache = map(packed, (q, k_cache, v_cache))  # TMA reads them
     positions, starts = positions.contiguous(), starts.contiguous()
     if is_long is None:
         is_long = q.shape[0] >= LONG * (starts.shape[0] - 1)

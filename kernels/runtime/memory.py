@@ -1,4 +1,5 @@
-"""Arenas as torch memory: one flat byte tensor a space, and views into it.
+"""Arenas as torch memory: one flat byte tensor a space, and views into it; and what callers give,
+brought to where kernels can read it.
 
 In: layouts and operands of arena.py. Out: tensors that share the arena's storage. Whoever allocates
 an arena loads weights straight into its views; library ops and megakernels then work on the same
@@ -16,6 +17,9 @@ from distmega.kernels.runtime.arena import ALIGNMENT_BYTES, ArenaLayout, Operand
 from distmega.program import types as program
 from distmega.program.dtypes import item_bytes
 from distmega.program.types import packed_strides
+
+ACCESS_BYTES = 16
+"""Widest access of a thread, and what TMA takes: memory that is read so begins at a multiple."""
 
 
 def allocate_arena(layout: ArenaLayout, copies: int = 1, device: str = "cpu") -> Tensor:
@@ -62,6 +66,15 @@ def copy_ids(ids: Tensor, bound: int | None, *, out: Tensor) -> None:
         out.copy_(ids)
     else:
         torch.remainder(ids, bound, out=out)
+
+
+def packed(x: Tensor, num_bytes: int = ACCESS_BYTES) -> Tensor:
+    """x in row-major order, where words of so many bytes can be read; a copy of what lies otherwise
+    or elsewhere.
+    """
+    x = x.contiguous()
+    shifted = x.data_ptr() % num_bytes or x.storage_offset() * x.element_size() % num_bytes
+    return x.clone() if shifted else x
 
 
 def operand_view(arenas: Sequence[Tensor], operand: Operand) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from distmega.hostir.library.ops import compile_op, op_operands
 from distmega.kernels.runtime.compilations import has_triton, is_interpreted
+from distmega.kernels.runtime.memory import packed
 from distmega.kernels.ugraphs.geometry import rule_plan
 from distmega.kernels.ugraphs.runner import GraphRunner
 from distmega.program.types import Op
@@ -35,7 +36,7 @@ class GraphOp:
         """Outputs of the graph; xs: its inputs and weights, in the order of the graph's tensors."""
         values = dict(zip(self.inputs, xs, strict=True))
         if is_interpreted() or (xs[0].is_cuda and has_triton()):
-            found = self.runner({name: x.contiguous() for name, x in values.items()})
+            found = self.runner({name: packed(x) for name, x in values.items()})
             return tuple(found[name] for name in self.graph.outputs)
         for operands, names, call in self.calls:
             values.update(zip(names, call([values[name] for name in operands]), strict=True))

@@ -18,3 +18,8 @@ def patch_tensors(tensor: type, scope: interpreter._LangPatchScope) -> None:
 def apart(x: Tensor) -> Tensor:
     """A vector whose elements do not lie side by side, as a column of a matrix."""
     return torch.stack([x, torch.full_like(x, 1 << 20)], 1)[:, 0]
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The same in memory that begins at no multiple of 16 bytes."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)

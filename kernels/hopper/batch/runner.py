@@ -50,7 +50,7 @@ from distmega.kernels.hopper.timeline import Stamps, batch_spans
 from distmega.kernels.powers import LOG2_E
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
-from distmega.kernels.runtime.memory import arena_views, copy_ids
+from distmega.kernels.runtime.memory import arena_views, copy_ids, packed
 from distmega.kernels.runtime.relaunch import Launcher
 from distmega.kernels.runtime.stepping import NO_SAMPLE_INPUTS
 from distmega.kernels.runtime.symmetric import Team
@@ -141,7 +141,7 @@ class BatchRunner(HopperSteps):
         if queues.ids:
             self._set_ids(tensors[queues.ids], self._bounds.get(queues.ids))
         else:
-            self._embed = tensors[queues.embed]
+            self._embed = packed(tensors[queues.embed])
         if queues.positions:
             bound = self._bounds.get(queues.positions)
             self._set_positions(tensors[queues.positions], bound)
@@ -233,7 +233,7 @@ class BatchRunner(HopperSteps):
         """Writes the numbers that the kernel finds where others leave theirs."""
         for given in self.queues.given:
             value = self._given_weights.get(given.tensor)
-            value = tensors[given.tensor] if value is None else value
+            value = tensors[given.tensor].contiguous() if value is None else value
             start = value.storage_offset() + given.behind
             value = value.as_strided(given.extents, given.steps, start)
             first = given.first

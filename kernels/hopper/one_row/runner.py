@@ -51,7 +51,7 @@ from distmega.kernels.hopper.timeline import Stamps, timeline_spans
 from distmega.kernels.powers import LOG2_E
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
-from distmega.kernels.runtime.memory import arena_views, copy_ids
+from distmega.kernels.runtime.memory import arena_views, copy_ids, packed
 from distmega.kernels.runtime.relaunch import Launcher
 from distmega.kernels.runtime.stepping import NO_SAMPLE_INPUTS
 from distmega.kernels.runtime.symmetric import SymmetricMemory, Team
@@ -144,7 +144,7 @@ class RowRunner(HopperSteps):
         if queues.ids:
             self._set_number(ROW_STATE_ID, tensors, queues.ids)
         else:  # the input is the only row of an embedding
-            self._embed = tensors[queues.embed]
+            self._embed = packed(tensors[queues.embed])
             if queues.chosen:
                 self._state[ROW_STATE_ID].zero_()  # not `= 0`, which copies from the host
         if queues.positions:

@@ -15,8 +15,9 @@ from distmega.sharding.layout.mesh import DeviceMesh
 pytest.importorskip("triton")
 
 from distmega.kernels.gemm import pushed
-from distmega.kernels.gemm.pushed import PushedCollectives, aligned
+from distmega.kernels.gemm.pushed import PushedCollectives
 from distmega.kernels.runtime.ahead import launching_nothing
+from distmega.kernels.runtime.memory import packed
 from distmega.kernels.runtime.symmetric import StandInTeam
 from tests.hostir.programs import collective_of
 from tests.kernels.offline import offline
@@ -54,10 +55,10 @@ def test_results_elsewhere_go_through_memory_of_their_own(collectives: PushedCol
 
 def test_words_of_four_are_read_where_they_lie():
     x = torch.arange(24).bfloat16()
-    assert aligned(x) is x
-    assert aligned(x[4:12], 8).data_ptr() == x[4:].data_ptr()
+    assert packed(x) is x
+    assert packed(x[4:12], 8).data_ptr() == x[4:].data_ptr()
     for other in (x[1:9], x.view(3, 8).T):
-        found = aligned(other, 8)
+        found = packed(other, 8)
         assert torch.equal(found, other)
         assert found.flatten().view(torch.int64).numel() == other.numel() // 4
 

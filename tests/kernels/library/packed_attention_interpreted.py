@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 from distmega.hostir.library import ops as library
 from distmega.kernels.library import packed_attention
 from distmega.kernels.library.packed_attention import AttentionTiles, attend_packed
-from tests.kernels.interpreting import apart, patch_tensors
+from tests.kernels.interpreting import apart, patch_tensors, shifted
 
 SMALL = AttentionTiles(rows=16, keys=16, warps=4, stages=1)
 
@@ -33,7 +33,7 @@ def error_of(
     starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)])
     if len(lengths) == 1:
         caches = [cache[0] for cache in caches]
-    given = (q, *caches, apart(positions), sequences)
+    given = (*map(shifted, (q, *caches)), apart(positions), sequences)
     found = attend_packed(*given, apart(starts), dim**-0.5, window, softcap=cap)
     expected = library.packed_attention(*given, dim**-0.5, window, cap)
     return float((found - expected).abs().max())

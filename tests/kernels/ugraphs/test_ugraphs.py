@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from distmega.errors import UnsupportedError
 from distmega.kernels.machines import H200
+from distmega.kernels.ugraphs import ops
 from distmega.kernels.ugraphs.geometry import (
     LATENCY_US,
     PRODUCT_ELEMENTS,
@@ -22,6 +24,7 @@ from distmega.kernels.ugraphs.geometry import (
     pays,
     rule_plan,
 )
+from distmega.kernels.ugraphs.ops import GraphOp
 from distmega.kernels.ugraphs.runner import load_kernels
 from distmega.kernels.ugraphs.source import GraphLaunch, graph_source, kernel_tensors
 from distmega.superopt.graph.regrid import regrid_kernel, with_kernels
@@ -362,3 +365,20 @@ def test_a_value_that_no_sm_holds_is_named():
     text = text.replace("axis d:4096", "axis d:24576")
     with pytest.raises(UnsupportedError, match="no division of kernel 'k0' fits"):
         graph_plans(parse_graph(text), H200, 1)
+
+
+def test_kernels_are_given_rows_where_prefetches_can_begin(monkeypatch: pytest.MonkeyPatch):
+    """At multiples of 16 bytes, side by side."""
+    op = GraphOp(next(iter(shipped_rules())))
+    given: dict[str, torch.Tensor] = {}
+
+    def run(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        given.update(inputs)
+        return dict.fromkeys(op.graph.outputs, torch.zeros(1))
+
+    op.runner = run  # type: ignore[assignment]
+    monkeypatch.setattr(ops, "is_interpreted", lambda: True)
+    xs = [torch.arange(9.0)[1:].view(2, 4) for _ in op.inputs]
+    op([*xs[1:], torch.arange(8.0).view(4, 2).T])
+    assert [x.tolist() for x in given.values()][:-1] == [x.tolist() for x in xs[1:]]
+    assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in given.values())
