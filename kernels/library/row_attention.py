@@ -65,9 +65,10 @@ def attend_part(q, keys, values, out, maxima, sums, positions, sequence_stride, 
     first = 0
     if windowed:
         first = tl.maximum(behind - window, 0) // num_keys * num_keys
-    blocks = tl.cdiv(tl.cdiv(behind - first, num_keys), num_parts)
+    end = tl.minimum(behind, context)
+    blocks = tl.cdiv(tl.cdiv(end - first, num_keys), num_parts)
     start = first + part * blocks * num_keys
-    stop = tl.minimum(start + blocks * num_keys, behind)
+    stop = tl.minimum(start + blocks * num_keys, end)
 
     row = tl.arange(0, rows)
     column = tl.arange(0, padded)
@@ -101,7 +102,8 @@ def attend_part(q, keys, values, out, maxima, sums, positions, sequence_stride, 
         most = larger
     line = (sequence * kv_heads + head) * group + row
     if alone:
-        result = (acc / total[:, None]).to(out.dtype.element_ty)
+        # a row that sees nothing is zero
+        result = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty)
         tl.store(out + line[:, None] * dim + column[None, :], result, mask=inside)
     else:
         line += part.to(tl.int64) * tl.num_programs(1) * kv_heads * group
@@ -133,7 +135,7 @@ def join_parts(parts, maxima, sums, out, num_parts, dim: tl.constexpr, padded: t
         acc = acc * shrink + x * weight
         total = total * shrink + tl.load(sums + at) * weight
         most = larger
-    result = (acc / total).to(out.dtype.element_ty)
+    result = (acc / tl.where(total == 0.0, 1.0, total)).to(out.dtype.element_ty)
     tl.store(out + row * dim + column, result, mask=column < dim)
 
 
