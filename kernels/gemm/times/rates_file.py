@@ -18,14 +18,17 @@ from typing import Any
 from distmega.errors import RequestError
 from distmega.folders import cache_folder
 from distmega.json_file import read_json_file
-from distmega.kernels.gemm.times.rates import OverlapRates
-from distmega.kernels.gemm.times.ways import MatmulModel
+from distmega.kernels.gemm.times.matmul_ways import STAGES
+from distmega.kernels.gemm.times.rates import OverlapRates, Table
+from distmega.kernels.gemm.times.ways import MatmulModel, rates_of
 from distmega.sharding.search.cost import Machine
 from distmega.whole_file import replace_text, require_writable
 
 FOLDER = cache_folder()
 VERSION = 5
 """Of the file's form."""
+GIVEN = ("num_sms", "kernel_multiples", "kernel_dtypes", "kernel_ranks")
+"""Rates that nobody measures: what the GPU has, and what the kernel with a collective needs."""
 REMEDY = "run: distmega doctor --calibrate (or remove the file to use built-in rates)"
 
 _log = logging.getLogger(__name__)
@@ -97,11 +100,14 @@ def calibrated(
     except PermissionError as error:  # the home of another user
         _log.warning("%s can't be looked at (%s); using built-in rates", path, error.strerror)
         return machine
-    measured = read_rates(path)
+    measured, known = read_rates(path), rates_of(machine)
     here = {"device": device, "num_ranks": num_ranks, "libraries": dict(libraries)}
+    found = {name: getattr(measured, name) for name in here}
+    found |= {name: getattr(measured.rates, name) for name in GIVEN}
+    here |= {name: getattr(known, name) for name in GIVEN}
     for name, value in here.items():
-        if getattr(measured, name) != value:
-            raise _unfit(path, f"{name} {getattr(measured, name)}", f"{name} {value}")
+        if found[name] != value:
+            raise _unfit(path, f"{name} {found[name]}", f"{name} {value}")
     return replace(machine, overlap=MatmulModel(measured.rates))
 
 
@@ -141,11 +147,21 @@ def rates_of_fields(stored: Mapping[str, object]) -> OverlapRates:
             field.name.endswith(_DIVISORS) and not value
         ):
             raise ValueError(f"{field.name} = {repr(value)[:200]}")
+    if sorted(width for width, _ in rates.slice_us) != sorted(STAGES):
+        raise ValueError(f"slice_us = {rates.slice_us!r}")
     for name in ("nccl_us", "nccl_reduce_us"):
-        points = [x for x, _ in getattr(rates, name)]
-        if any(before >= after for before, after in pairwise(points)):
+        if not _is_time(getattr(rates, name)):
             raise ValueError(f"{name} = {getattr(rates, name)!r}")
     return rates
+
+
+def _is_time(table: Table) -> bool:
+    """Whether a table is of times that are positive beyond its points, too: it begins at 0, and
+    falls nowhere behind its last but one.
+    """
+    bytes_sent, times = zip(*table, strict=True)
+    ascends = all(before < after for before, after in pairwise(bytes_sent))
+    return ascends and bytes_sent[0] == 0 and times[-2] <= times[-1]
 
 
 def _frozen(value: object) -> object:

@@ -92,6 +92,14 @@ def change(stored: dict, name: str, value: object) -> None:
         ("memory_bytes_per_us", 0, "memory_bytes_per_us = 0"),
         ("num_sms", 0, "num_sms = 0"),
         ("tile_us", 10**30, "tile_us = 10000"),
+        ("slice_us", [[128, 0.4], [64, 0.2]], "slice_us = "),
+        ("slice_us", [[256, 0.7], [128, 0.4], [128, 0.5]], "slice_us = "),
+        ("nccl_us", [[1e6, 20.0], [2e6, 60.0]], "nccl_us = "),
+        ("nccl_reduce_us", [[0.0, 20.0], [1e6, 40.0], [2e6, 30.0]], "nccl_reduce_us = "),
+        ("num_sms", 66, "num_sms 66; expected num_sms 132"),
+        ("kernel_multiples", [1, 1, 1], r"kernel_multiples \(1, 1, 1\); expected"),
+        ("kernel_dtypes", ["f16"], "kernel_dtypes .*expected"),
+        ("kernel_ranks", 64, "kernel_ranks 64; expected"),
     ],
 )
 def test_a_field_that_does_not_fit_is_named(tmp_path: Path, name: str, value: object, words: str):
