@@ -41,6 +41,7 @@ from distmega.hostir.run.evaluator import Evaluator
 from distmega.hostir.run.timeline import Timeline
 from distmega.kernels.runtime import warm_up
 from distmega.kernels.runtime.compilations import num_compiled
+from distmega.kernels.runtime.gpus import made_current
 from distmega.kernels.whole import open_whole
 from distmega.sharding.planner import Plan
 from distmega.superopt.rules import RewriteRule, shipped_rules
@@ -100,6 +101,19 @@ class CompiledProgram(OwnProcess):
         require_choices(megakernel, rules, replay=replay, warm=warm, closes_comm=closes_comm)
         self._closes_comm = closes_comm
         self.plan, self.comm, self.device = plan, comm, find_device(device)
+        with made_current(self.device):
+            self._open(rules, megakernel, replay=replay, warm=warm)
+
+    def _open(
+        self,
+        rules: Sequence[RewriteRule] | None,
+        megakernel: Megakernels,
+        *,
+        replay: bool,
+        warm: bool,
+    ) -> None:
+        """All that the constructor does on the program's device."""
+        plan, comm = self.plan, self.comm
         if plan.mesh.num_ranks > 1 and isinstance(comm, TeamCommunicator):
             asked = f"{megakernel} {replay} {warm} {self.device.type}"
             require_equal(comm, f"program {plan.program.name!r}", [asked])
@@ -153,7 +167,7 @@ class CompiledProgram(OwnProcess):
         if a peer fails.
         """
         check_mapping(tensors)
-        with self._guard:
+        with self._guard, made_current(self.device):
             if self._kernel:
                 self._kernel.raise_hang()
             inputs, others = self._bindings.sort(tensors)
@@ -190,7 +204,7 @@ class CompiledProgram(OwnProcess):
                 expected="a GPU, whose clock stamps tasks",
                 remedy="compile the program for a GPU",
             )
-        with self._guard, ordinary_tensors():
+        with self._guard, made_current(self.device), ordinary_tensors():
             if self._kernel:
                 self._kernel.raise_hang()
             inputs, others = self._bindings.sort(tensors)
@@ -224,8 +238,9 @@ class CompiledProgram(OwnProcess):
         check_mapping(tensors)
         self._guard.require_process()
         require_real_tensors()
-        held = self._bindings.hold(tensors)
-        self._replay.reset()
+        with made_current(self.device):
+            held = self._bindings.hold(tensors)
+            self._replay.reset()
         self._bindings.adopt(tensors, held)
         if self._given.states <= held.keys():
             self._guard.fault = ""
@@ -243,7 +258,7 @@ class CompiledProgram(OwnProcess):
         """Returns once all calls have ended on the GPU. HangError, after the communicator's limit,
         if a rank doesn't come, or a signal did not; the program's states are void then.
         """
-        with self._guard:
+        with self._guard, made_current(self.device):
             self._await_calls()
 
     def _await_calls(self) -> None:
@@ -264,6 +279,11 @@ class CompiledProgram(OwnProcess):
         if self._guard.is_closed:
             return
         self._guard.require_process()
+        with made_current(self.device):
+            self._end()
+
+    def _end(self) -> None:
+        """All that `close` does on the program's device."""
         self._await_calls()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # calls on other streams than the current one

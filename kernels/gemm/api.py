@@ -41,7 +41,7 @@ from distmega.kernels.pipelined.api import normalise_rows, pointwise_results
 from distmega.kernels.pipelined.operands import FLOATS, WHOLE, require_exprs, require_tensor
 from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.kernels.runtime.compilations import has_triton
-from distmega.kernels.runtime.gpus import is_hopper
+from distmega.kernels.runtime.gpus import is_hopper, made_current
 from distmega.program.expr import Expr, num_args
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.pairs import PairKind
@@ -98,7 +98,7 @@ def matmul(
         return found if out is None else out.copy_(found)
     start = late.start
     result = a.new_empty(shape) if out is None else out
-    with torch.cuda.device(a.device):
+    with made_current(a.device):
         spec = start.plain_spec(tiles, formula, apart=other is not None)
         below = None if other is None else start.aligned(other)
         operands = start.aligned(a), start.aligned(b), result

@@ -6,7 +6,6 @@ pointwise.py); all in fp32.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -29,6 +28,7 @@ from distmega.kernels.pipelined.operands import (
 from distmega.kernels.pipelined.pointwise.exprs import Formula, formula_of
 from distmega.kernels.pipelined.pointwise.views import broadcast_shapes
 from distmega.kernels.runtime.compilations import has_triton
+from distmega.kernels.runtime.gpus import made_current
 from distmega.program import expr
 
 KERNEL_TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -107,7 +107,7 @@ def pointwise_results(
     if not (_on_gpu(tensors) and KERNEL_TYPES.issuperset(types)):
         return evaluate_all(formula.exprs, tensors, dtypes)
     results = tuple([tensors[0].new_empty(shape, dtype=dtype) for dtype in types])
-    with _current(device):
+    with made_current(device):
         late.run_pointwise(formula, tensors, results)
     return results
 
@@ -192,7 +192,7 @@ def normalise_rows(
     if _on_gpu(given):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         total = None if residual is None else torch.empty_like(y)
-        with _current(device):
+        with made_current(device):
             late.run_norm(op, eps, (x, residual, weight, bias, y, total))
         return y, x if total is None else total
     return normalise(op, x, residual, weight, bias, eps)
@@ -212,10 +212,3 @@ def _on_gpu(tensors: Sequence[Tensor]) -> bool:
     return (
         tensors[0].is_cuda and KERNEL_TYPES.issuperset([x.dtype for x in tensors]) and has_triton()
     )
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a device the current one, at no cost if it is."""
-    if device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)

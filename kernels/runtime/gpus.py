@@ -2,6 +2,7 @@
 keeps plans for them, and by what times them.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -10,6 +11,18 @@ AHEAD_CYCLES = 2_000_000
 """Clock cycles, about 1 ms, that a GPU sleeps before what is timed, so that the host, which queues
 it meanwhile, runs ahead.
 """
+
+
+_CURRENT = nullcontext()
+
+
+def made_current(device: torch.device) -> AbstractContextManager[object]:
+    """Within it a GPU is the current one, where kernels are launched and graphs captured whatever
+    memory they are given; at no cost if it is, or for a CPU.
+    """
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return _CURRENT
+    return torch.cuda.device(device)
 
 
 @cache

@@ -7,7 +7,6 @@ sources are kept in linecache, where Triton and tracebacks find them; no file is
 import hashlib
 import linecache
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from distmega.errors import ProgramError
 from distmega.kernels.runtime import late
+from distmega.kernels.runtime.gpus import made_current
 from distmega.kernels.ugraphs.source import GraphLaunch, graph_source, kernel_tensors
 from distmega.superopt.graph.ugraph import GraphTensor, UGraph
 
@@ -60,7 +60,7 @@ class GraphRunner:
             if tensor.role == "temp":
                 dtype = TORCH_TYPES[tensor.dtype]
                 values[tensor.name] = torch.empty(self.shape(tensor), dtype=dtype, device=device)
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with made_current(device):
             for kernel, launch in zip(self.graph.kernels, self.launches, strict=True):
                 arguments = [values[name] for name in kernel_tensors(kernel)]
                 options = {"num_warps": launch.num_warps, "launch_pdl": launch.starts_early(kernel)}
