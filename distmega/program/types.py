@@ -213,6 +213,17 @@ def view_strides(view: Op, strides: Sequence[int]) -> tuple[int, ...] | None:
     return tuple(found)
 
 
+def view_chain(name: str, views: Mapping[str, Op]) -> tuple[Op, ...]:
+    """The views by which storage is shown as a tensor, the view of the storage first. views: each
+    by the tensor that it makes.
+    """
+    chain: list[Op] = []
+    while name in views:
+        chain.append(views[name])
+        name = views[name].reads[0].tensor
+    return (*reversed(chain),)
+
+
 def storage_behind(name: str, views: Mapping[str, Op]) -> str:
     """The tensor that owns the storage of `name`. views: each by the tensor that it makes."""
     while name in views:

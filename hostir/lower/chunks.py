@@ -204,30 +204,37 @@ class _Chunker:
 
     def name(self, tensor: str, part: ChunkPart) -> str:
         """The name of a chunk of a tensor, declared if it is new. One may be cut along two dims."""
+        unnamed: list[tuple[str, ChunkPart]] = []
+        each: tuple[str, ChunkPart] | None = (tensor, part)
+        while each is not None and each not in self.names:
+            self.enter(*each)
+            unnamed.append(each)
+            each = self.source(*each)
+        for each in reversed(unnamed):
+            self.show(*each)
+        return self.names[tensor, part]
+
+    def source(self, tensor: str, part: ChunkPart) -> tuple[str, ChunkPart] | None:
+        """What a chunk of a view shows, as a chunk; None where it is none."""
         view = self.views.get(tensor)
-        source = view and through_view(view, part, self.tensors)
-        name = self.names.get((tensor, part), "")
-        if not name:
-            name = f"{tensor}@{self.body.index}"
-            if tensor in self.chunked:
-                name = tensor + self.suffix
-            elif name in self.body.tensors:
-                name += f".{part.dim}"
-            self.names[tensor, part] = name
-            self.declare(name, tensor, part)
-            if view and source:
-                cut = view.writes[0].dims[part.dim].axes[0]
-                chunk = self.cut_chunk(view, part)
-                named = [
-                    replace(view.reads[0], tensor=self.name(view.reads[0].tensor, source)),
-                    replace(view.writes[0], tensor=name),
-                ]
-                whole = self.cut(view, cut, chunk, named)
-                self.body.views[name] = replace(whole, name=name)
-            elif tensor not in self.chunked:
-                shift = self.body.shift + part.shift
-                self.body.slices[name] = self.slice(name, tensor, part, shift)
-        return name
+        seen = view and through_view(view, part, self.tensors)
+        return (view.reads[0].tensor, seen) if view and seen else None
+
+    def show(self, tensor: str, part: ChunkPart) -> None:
+        """Says what the name of a chunk stands for, unless it has storage of its own."""
+        name, source = self.names[tensor, part], self.source(tensor, part)
+        if source is not None:
+            view = self.views[tensor]
+            cut = view.writes[0].dims[part.dim].axes[0]
+            named = [
+                replace(view.reads[0], tensor=self.names[source]),
+                replace(view.writes[0], tensor=name),
+            ]
+            whole = self.cut(view, cut, self.cut_chunk(view, part), named)
+            self.body.views[name] = replace(whole, name=name)
+        elif tensor not in self.chunked:
+            shift = self.body.shift + part.shift
+            self.body.slices[name] = self.slice(name, tensor, part, shift)
 
     def cut_chunk(self, view: Op, part: ChunkPart) -> int:
         inner = 1
@@ -240,6 +247,16 @@ class _Chunker:
         return tuple(
             self.chunk(e, part.chunk) if dim == part.dim else e for dim, e in enumerate(shape)
         )
+
+    def enter(self, tensor: str, part: ChunkPart) -> None:
+        """Gives a chunk a name and declares that."""
+        name = f"{tensor}@{self.body.index}"
+        if tensor in self.chunked:
+            name = tensor + self.suffix
+        elif name in self.body.tensors:
+            name += f".{part.dim}"
+        self.names[tensor, part] = name
+        self.declare(name, tensor, part)
 
     def declare(self, name: str, tensor: str, part: ChunkPart) -> None:
         whole = self.tensors[tensor]

@@ -8,7 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from distmega.hostir.ir.nodes import Allocate, LibraryOp, Node, SliceView
-from distmega.program.types import Op, Tensor, packed_strides, storage_behind, view_strides
+from distmega.hostir.ir.uses import shown
+from distmega.program.types import (
+    Op,
+    Tensor,
+    packed_strides,
+    storage_behind,
+    view_chain,
+    view_strides,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,16 +37,18 @@ class Scope:
 
     def named(self, name: str) -> Iterator[Node]:
         """The nodes that make a view or a slice stand for its part, if that isn't stated yet."""
-        if self.is_placed(name):
-            return
-        if name in self.slices:
-            yield from self.named(self.slices[name].buffer)
-            yield self.slices[name]
-            self.placed.add(name)
-        elif name in self.views:
-            yield from self.named(self.views[name].reads[0].tensor)
-            yield LibraryOp(op=self.views[name])
-            self.placed.add(name)
+        unstated: list[Node] = []
+        while not self.is_placed(name) and (name in self.slices or name in self.views):
+            if name in self.slices:
+                unstated.append(self.slices[name])
+                name = self.slices[name].buffer
+            else:
+                unstated.append(LibraryOp(op=self.views[name]))
+                name = self.views[name].reads[0].tensor
+        for node in reversed(unstated):
+            view, _ = shown(node) or ("", "")
+            yield node
+            self.placed.add(view)
 
     def allocated(self, names: Iterable[str]) -> Iterator[Allocate]:
         """Allocations of those that have no storage yet."""
@@ -53,12 +63,12 @@ class Scope:
 
     def strides(self, name: str) -> tuple[int, ...]:
         """How far each dim of a name steps through its storage, in elements."""
-        if name not in self.views:
-            return packed_strides(self.tensors[name].shape)
-        view = self.views[name]
-        found = view_strides(view, self.strides(view.reads[0].tensor))
-        assert found is not None, f"{name} is no view"
-        return found
+        strides = packed_strides(self.tensors[self.storage(name)].shape)
+        for view in view_chain(name, self.views):
+            found = view_strides(view, strides)
+            assert found is not None, f"{name} is no view"
+            strides = found
+        return strides
 
     def written_temps(self, op: Op) -> set[str]:
         """Temporary storage that an op writes."""

@@ -4,12 +4,12 @@ Comes in: ops of one body in order. Goes out: Runs of ops, and Programs whose in
 buffers of the host program. Used by lower.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distmega.hostir.lower.scope import Scope
 from distmega.program.ops.compute import communication_axis
-from distmega.program.types import Op, Program, Role, Tensor, accesses
+from distmega.program.types import Op, Program, Role, Tensor, accesses, view_chain
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.pairs import OverlapChoice
 from distmega.sharding.streams.host_loops import HostLoop
@@ -68,13 +68,6 @@ def kernel_runs(
     return runs
 
 
-def _view_chain(name: str, views: Mapping[str, Op]) -> Iterator[Op]:
-    """The view ops that lead to a tensor, from its storage on; none if it is no view."""
-    if name in views:
-        yield from _view_chain(views[name].reads[0].tensor, views)
-        yield views[name]
-
-
 def make_segment(name: str, ops: Sequence[Op], scope: Scope, needed: set[str]) -> Program:
     """The program of a run. Temps that exist before it become inputs, but for chunks of buffers
     that it writes: those are outputs.
@@ -82,7 +75,7 @@ def make_segment(name: str, ops: Sequence[Op], scope: Scope, needed: set[str]) -
     stated: dict[str, Op] = {}
     for op in ops:
         for access in accesses(op):
-            stated |= {view.name: view for view in _view_chain(access.tensor, scope.views)}
+            stated |= {view.name: view for view in view_chain(access.tensor, scope.views)}
         stated[op.name] = op
     used = dict.fromkeys(a.tensor for op in stated.values() for a in accesses(op))
     written = {scope.storage(a.tensor) for op in ops for a in op.writes}

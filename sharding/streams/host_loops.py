@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distmega.program.types import Access, Op, Tensor, accesses, storage_behind
+from distmega.program.types import Access, Op, Tensor, accesses, storage_behind, view_chain
 from distmega.sharding.streams.sink import Edge, Storage, sink_ops
 from distmega.sharding.streams.streams import (
     ChunkPart,
@@ -195,13 +195,11 @@ class _Former:
     def with_views(self, order: Sequence[int]) -> Iterator[int]:
         """The order with each view before its first use; those that nothing uses come last."""
         positions = {op.name: at for at, op in enumerate(self.ops)}
-        left = dict.fromkeys(op.name for op in self.ops if op.is_view)
+        left = dict(self.views)
 
         def before(name: str) -> Iterator[int]:
-            view = self.views.get(name)
-            if view is not None and view.name in left:
-                del left[view.name]
-                yield from before(view.reads[0].tensor)
+            for view in view_chain(name, left):
+                del left[view.writes[0].tensor]
                 yield positions[view.name]
 
         for at in order:
@@ -209,7 +207,7 @@ class _Former:
                 yield from before(access.tensor)
             yield at
         for name in list(left):
-            yield from before(self.ops[positions[name]].writes[0].tensor)
+            yield from before(name)
 
     def storages(self) -> Iterator[Storage]:
         """The temporaries, and who touches them."""

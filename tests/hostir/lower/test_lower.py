@@ -1,17 +1,25 @@
 """Lowering: the exact text of small programs, and how runs of ops become segments."""
 
+import sys
+
 import pytest
 
 from distmega.errors import PlanError
-from distmega.hostir.ir.nodes import Collective, HostProgram, LaunchMegakernel, LibraryOp
+from distmega.hostir.ir.nodes import (
+    Collective,
+    HostProgram,
+    LaunchMegakernel,
+    LibraryOp,
+    walk_nodes,
+)
 from distmega.hostir.ir.text import print_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
-from distmega.program.types import verify_program
+from distmega.program.types import Op, verify_program
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.layout.placements import shard
+from distmega.sharding.layout.placements import Layout, shard, stream
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from tests.hostir.programs import chain, local, mlp, sharded_mlp, with_views
@@ -185,6 +193,25 @@ def test_inputs_that_leave_need_no_storage():
     x = p.input("x", (4,))
     host = lower_program(local(p.build(x)), megakernel=False, peer_memory=False)
     assert host.body == ()
+
+
+@pytest.mark.parametrize("megakernel", [False, True])
+@pytest.mark.parametrize("marks", [{}, {"y": stream(0, 2)}], ids=["whole", "chunks"])
+def test_views_of_views_are_not_limited_by_recursion(marks: dict[str, Layout], megakernel: bool):
+    p = ProgramBuilder("views")
+    seen = p.input("x", (4, 4)).map("a0 + 1", name="h")
+    for _ in range(sys.getrecursionlimit()):
+        seen = p.transpose(seen, (0, 1), view=True)
+    program = p.build(seen.map("a0 * 2", name="y"))
+    found = localize(plan_program(program, DeviceMesh(tp=1), CPU, annotations=marks))
+    host = lower_program(found, megakernel=megakernel, peer_memory=False)
+    views = sum(op.is_view for op in _all_ops(host))
+    assert views == sys.getrecursionlimit()
+
+
+def _all_ops(host: HostProgram) -> list[Op]:
+    named = [node.op for node in walk_nodes(host.body) if isinstance(node, LibraryOp)]
+    return [*named, *(op for segment in host.segments for op in segment.ops)]
 
 
 def test_segments_are_programs_of_their_own():
