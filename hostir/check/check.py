@@ -13,7 +13,9 @@ CheckError. orders.py builds the graph.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import combinations_with_replacement, pairwise
+
+import numpy as np
 
 from distmega.errors import CheckError
 from distmega.hostir.check.order_graph import Before, Box, BufferUse, Link, OrderGraph, without
@@ -43,9 +45,7 @@ def check_host(programs: HostProgram | Sequence[HostProgram]) -> None:
     order = _topological_order(graph)
     before = Before(graph, order)
     for links in graph.links.values():
-        for one, other in combinations(links, 2):
-            if one.excludes(other):
-                _check_apart(graph, one, other, before)
+        _check_apart(graph, links, before)
     for counts in graph.counts.values():
         for earlier, later in pairwise(counts):
             _check_counted(graph, earlier, later, before)
@@ -75,14 +75,30 @@ def _on_few_ranks(host: HostProgram) -> HostProgram:
     return replace(host, mesh=DeviceMesh(**few))
 
 
-def _check_apart(graph: OrderGraph, one: Link, other: Link, before: Before) -> None:
-    """Both might begin on one rank in one order and on another in the other, and wait for ever."""
-    if not (before(other.done, one.start) or before(one.done, other.start)):
-        raise CheckError(
-            f"{graph.labels[one.start]} may run beside {graph.labels[other.start]}",
-            expected="one to end before the other begins",
-            remedy="wait for the first before the second",
-        )
+def _check_apart(graph: OrderGraph, links: Sequence[Link], before: Before) -> None:
+    """Two that exclude each other might begin on one rank in one order and on another in the other,
+    and wait for ever.
+    """
+    sorts: dict[tuple[bool, str], list[Link]] = {}
+    for link in links:
+        sorts.setdefault((link.fills, link.axis), []).append(link)
+    for ones, others in combinations_with_replacement(sorts.values(), 2):
+        if not ones[0].excludes(others[0]):
+            continue
+        starts, ends = [each.start for each in others], [each.done for each in others]
+        for one in ones:
+            ordered = before.each(one.done, starts) | before.each_of(ends, one.start)
+            for at in np.flatnonzero(~ordered):
+                if others[at] != one:
+                    raise _beside(graph, *sorted((one, others[at]), key=lambda link: link.start))
+
+
+def _beside(graph: OrderGraph, one: Link, other: Link) -> CheckError:
+    return CheckError(
+        f"{graph.labels[one.start]} may run beside {graph.labels[other.start]}",
+        expected="one to end before the other begins",
+        remedy="wait for the first before the second",
+    )
 
 
 def _check_counted(graph: OrderGraph, one: int, other: int, before: Before) -> None:
@@ -136,10 +152,12 @@ def _check_buffer(graph: OrderGraph, accesses: Sequence[BufferUse], before: Befo
     """Accesses of one buffer in the order in which the host issues them. Reads of it need no order
     among themselves.
     """
+    uses: list[BufferUse] = []
     writes: list[BufferUse] = []
-    for position, later in enumerate(accesses):
+    """But those that a later write covers: what follows that write follows them too."""
+    for later in accesses:
         unwritten = [later.box] if later.needs_contents else []
-        for earlier in accesses[:position] if later.writes else writes:
+        for earlier in uses if later.writes else writes:
             if earlier.start == later.start or not earlier.overlaps(later):
                 continue
             if earlier.fills:
@@ -151,8 +169,6 @@ def _check_buffer(graph: OrderGraph, accesses: Sequence[BufferUse], before: Befo
                     expected="a stream, event, handle or signal that orders them",
                     remedy="record an event after the first and wait for it before the second",
                 )
-        if later.writes:
-            writes.append(later)
         if unwritten:
             what = "what" if unwritten == [later.box] else f"{_shown(unwritten[0])}, which"
             raise CheckError(
@@ -160,6 +176,13 @@ def _check_buffer(graph: OrderGraph, accesses: Sequence[BufferUse], before: Befo
                 expected="a write before it",
                 remedy="write the buffer first",
             )
+        if later.fills:
+            uses, writes = (
+                [each for each in found if without(each.box, later.box)] for found in (uses, writes)
+            )
+        uses.append(later)
+        if later.writes:
+            writes.append(later)
 
 
 def _shown(box: Box) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distmega.hostir.ir.nodes import Node
 from distmega.hostir.ir.text import print_node
@@ -145,7 +146,7 @@ class Before:
 
     def __init__(self, graph: OrderGraph, order: Sequence[int]) -> None:
         """order: all vertices, each after those it follows."""
-        self.chains, self.positions = [0] * len(order), [0] * len(order)
+        self.chains, self.positions = np.zeros((2, len(order)), np.int64)
         self.clocks = np.zeros((len(order), 8), np.int32)
         lengths = np.zeros(8, np.int32)
         num_chains = 0
@@ -159,10 +160,20 @@ class Before:
                 lengths, clock = np.pad(lengths, (0, chain)), np.pad(clock, (0, chain))
             num_chains = max(num_chains, chain + 1)
             lengths[chain] += 1
-            self.chains[vertex], self.positions[vertex] = chain, int(lengths[chain])
+            self.chains[vertex], self.positions[vertex] = chain, lengths[chain]
             self.clocks[vertex] = clock
             self.clocks[vertex, chain] = lengths[chain]
 
     def __call__(self, one: int, other: int) -> bool:
         """Whether vertex `one` has completed before vertex `other` starts."""
         return one != other and bool(self.clocks[other, self.chains[one]] >= self.positions[one])
+
+    def each(self, one: int, others: Sequence[int]) -> NDArray[np.bool_]:
+        """As a call, of one vertex and each of some others."""
+        found = self.clocks[others, self.chains[one]] >= self.positions[one]
+        return found & (np.asarray(others) != one)
+
+    def each_of(self, ones: Sequence[int], other: int) -> NDArray[np.bool_]:
+        """As a call, of each of some vertices and one other."""
+        found = self.clocks[other, self.chains[ones]] >= self.positions[ones]
+        return found & (np.asarray(ones) != other)

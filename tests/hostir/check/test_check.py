@@ -6,6 +6,7 @@ import pytest
 
 from distmega.errors import CheckError
 from distmega.hostir.check.check import check_host
+from distmega.hostir.check.order_graph import Before
 from distmega.hostir.ir.nodes import (
     HostProgram,
     LaunchMegakernel,
@@ -332,3 +333,48 @@ def test_waits_are_only_removed_from_where_they_stand():
     texts = [print_node(node) for node in walk_nodes(without(host, 10).body)]
     assert len(texts) == len(list(walk_nodes(host.body))) - 1
     assert "wait sum" not in texts
+
+
+@pytest.mark.parametrize("num", [20, 40])
+def test_writes_of_one_buffer_are_compared_with_those_before_them_alone(
+    num: int, monkeypatch: pytest.MonkeyPatch
+):
+    """However often a state is written, each write is asked of the uses since the one before."""
+    asked: list[tuple[int, int]] = []
+
+    class Counting(Before):
+        def __call__(self, one: int, other: int) -> bool:
+            asked.append((one, other))
+            return super().__call__(one, other)
+
+    monkeypatch.setattr("distmega.hostir.check.check.Before", Counting)
+    p = ProgramBuilder("again")
+    x, s = p.input("x", (4,)), p.state("s", (4,))
+    for _ in range(num):
+        p.set(x + s, into=s)
+    host = run_passes(lower_program(local(p.build(s)), megakernel=False, peer_memory=False))
+    check_host(host)
+    assert len(asked) < 15 * num
+
+
+ALL_AT_ONCE = """
+host all_at_once on mesh(dp=2, tp=2)
+  streams 1, events 0
+  input x: f32[4]
+  temp a: f32[4]
+  temp b: f32[4]
+  body
+    allocate a
+    all_reduce tp (x) -> (a) as one | combine='sum'
+    allocate b
+    all_reduce dp (x) -> (b) as two | combine='sum'
+    wait one
+    wait two
+  return a, b
+"""
+
+
+def test_communications_of_two_axes_under_way_at_once_are_named():
+    found = r"node 1 \(all_reduce tp.* may run beside rank 0 node 3 \(all_reduce dp"
+    with pytest.raises(CheckError, match=found):
+        check_host(parse_host(ALL_AT_ONCE))
