@@ -11,6 +11,7 @@ both. Next: passes.py.
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from distmega.hostir.ir.nodes import (
     Allocate,
@@ -90,49 +91,44 @@ class _HostFusion:
 
     def run(self, nodes: Sequence[Node]) -> list[Node]:
         """Joins each op with those above whose results it reads, as often as that goes."""
-        out: list[Node | None] = []
-        positions: dict[str, int] = {}
+        placed = _Placed(self.sources)
         allocated = {node.buffer for node in nodes if isinstance(node, Allocate)}
         for node in nodes:
             joined = node
             while isinstance(joined, LibraryOp):
-                found = self.join_above(out, positions, allocated, joined.op)
-                found = found or self.join_beside(out, allocated, joined.op)
+                found = self.join_above(placed, allocated, joined.op)
+                found = found or self.join_beside(placed, allocated, joined.op)
                 if found is None:
-                    positions |= {access.tensor: len(out) for access in joined.op.writes}
                     break
                 at, op = found
-                out[at], joined = None, LibraryOp(op=op)
-            out.append(joined)
-        return [node for node in out if node is not None]
+                placed.nodes[at], joined = None, LibraryOp(op=op)
+            placed.add(joined)
+        return [node for node in placed.nodes if node is not None]
 
     def join_above(
-        self,
-        above: Sequence[Node | None],
-        positions: Mapping[str, int],
-        allocated: Container[str],
-        op: Op,
+        self, above: "_Placed", allocated: Container[str], op: Op
     ) -> tuple[int, Op] | None:
         """Where the nearest op stands that can be done together with `op`, and both as one."""
-        made = {positions[access.tensor] for access in op.reads if access.tensor in positions}
+        makers = above.makers
+        made = {makers[access.tensor] for access in op.reads if access.tensor in makers}
         for at in sorted(made, reverse=True):
-            node = above[at]
+            node = above.nodes[at]
             if (
                 isinstance(node, LibraryOp)
                 and self.is_movable(node.op, allocated)
-                and not self.touches(above[at + 1 :], node.op)
+                and not above.touch(at, node.op)
                 and (joined := self.join(node.op, op)) is not None
             ):
                 return at, joined
         return None
 
     def join_beside(
-        self, above: Sequence[Node | None], allocated: Container[str], op: Op
+        self, above: "_Placed", allocated: Container[str], op: Op
     ) -> tuple[int, Op] | None:
         """Where an op on other heads of the same rows stands, and both as one."""
         then = heads_op(op, self.buffers)
-        for at in reversed(range(len(above) if then is not None else 0)):
-            node = above[at]
+        for at in reversed(range(len(above.nodes) if then is not None else 0)):
+            node = above.nodes[at]
             if not isinstance(node, LibraryOp) or node.op.is_view:
                 continue
             first = heads_op(node.op, self.buffers)
@@ -140,7 +136,7 @@ class _HostFusion:
                 return None
             assert then is not None, "as asked above"
             both = set_beside(first, then)
-            if both is None or self.touches(above[at + 1 :], node.op):
+            if both is None or above.touch(at, node.op):
                 return None
             self.count_joined(node.op, op)
             return at, state_heads(op.name, both, self.buffers)
@@ -161,24 +157,6 @@ class _HostFusion:
 
     def is_float(self, op: Op) -> bool:
         return all(self.buffers[access.tensor].dtype in FLOATS for access in accesses(op))
-
-    def touches(self, between: Sequence[Node | None], op: Op) -> bool:
-        """Whether what lies between reads or changes what an op writes, changes what it reads, or
-        gives a name of it another meaning.
-        """
-        reads = {storage_of(a.tensor, self.sources) for a in op.reads}
-        writes = {storage_of(a.tensor, self.sources) for a in op.writes}
-        for node in between:
-            if isinstance(node, SliceView):
-                if node.view in {a.tensor for a in op.reads}:
-                    return True
-            elif isinstance(node, LibraryOp):
-                read = {storage_of(a.tensor, self.sources) for a in node.op.reads}
-                written = {storage_of(a.tensor, self.sources) for a in node.op.writes}
-                changed = written if not node.op.is_view else set()
-                if writes & (read | written) or reads & changed:
-                    return True
-        return False
 
     def join(self, first: Op, then: Op) -> Op | None:
         """Both ops as one; None if no kernel does that."""
@@ -260,6 +238,53 @@ class _HostFusion:
             then.name, "fused_norm", then.axes, [*moved, *vectors], writes,
             norm=then.kind, eps=then.attr("eps"),
         )  # fmt: skip
+
+
+class _Placed:
+    """The nodes of a run so far, None where one has moved down, and where they use what.
+
+    makers: where the op stands that wrote a tensor last. reads, writes: of storage, the positions
+    that did, views among those that read. names: of slices.
+    """
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self.sources = sources
+        self.nodes: list[Node | None] = []
+        self.makers: dict[str, int] = {}
+        self.reads: dict[str, list[int]] = {}
+        self.writes: dict[str, list[int]] = {}
+        self.names: dict[str, list[int]] = {}
+
+    def add(self, node: Node) -> None:
+        """A node below the others."""
+        at = len(self.nodes)
+        self.nodes.append(node)
+        if isinstance(node, SliceView):
+            self.names.setdefault(node.view, []).append(at)
+        elif isinstance(node, LibraryOp):
+            op = node.op
+            self.makers |= {access.tensor: at for access in op.writes}
+            written = self.reads if op.is_view else self.writes
+            for uses, operands in ((self.reads, op.reads), (written, op.writes)):
+                for name in self.storages(operands):
+                    uses.setdefault(name, []).append(at)
+
+    def touch(self, at: int, op: Op) -> bool:
+        """Whether what lies behind a position reads or changes what an op writes, changes what it
+        reads, or gives a name of it another meaning.
+        """
+        reads, writes = self.storages(op.reads), self.storages(op.writes)
+        behind = [self.writes.get(name, ()) for name in reads | writes]
+        behind += [self.reads.get(name, ()) for name in writes]
+        behind += [self.names.get(access.tensor, ()) for access in op.reads]
+        return any(
+            self.nodes[each] is not None
+            for uses in behind
+            for each in takewhile(lambda each: each > at, reversed(uses))
+        )
+
+    def storages(self, operands: Sequence[Access]) -> set[str]:
+        return {storage_of(access.tensor, self.sources) for access in operands}
 
 
 def _out(op: Op) -> str:

@@ -1,6 +1,7 @@
 """Which library ops are joined, and that fused programs give what the same ops one by one give."""
 
 import random
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from distmega.hostir.check.check import check_host
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.ir.nodes import Allocate, HostProgram, LibraryOp, walk_nodes
 from distmega.hostir.ir.text import parse_host, print_host
+from distmega.hostir.ir.uses import storage_of
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.passes import run_passes
 from distmega.hostir.passes.split_sums import SumParts
@@ -161,3 +163,26 @@ def test_random_programs():
         steps = check(random_program(random.Random(seed)))
         joined += sum(step.startswith("fused") for step in steps)
     assert joined > 40
+
+
+def test_work_of_fusing_grows_with_the_number_of_ops(monkeypatch: pytest.MonkeyPatch):
+    """Between an op and the one that it is joined with lie all others of a wide program."""
+    asked: list[str] = []
+
+    def counting(name: str, sources: Mapping[str, str]) -> str:
+        asked.append(name)
+        return storage_of(name, sources)
+
+    monkeypatch.setattr("distmega.hostir.passes.fuse.storage_of", counting)
+    counts = []
+    for num in (20, 80):
+        p = ProgramBuilder("wide")
+        x = p.input("x", (2, 2))
+        parts = [x.map(f"a0 + {n}") for n in range(num)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        asked.clear()
+        lowered(p.build(total, p.concat(parts, 0)))
+        counts.append(len(asked))
+    assert counts[1] < 6 * counts[0]
