@@ -16,7 +16,7 @@ from distmega.arguments import require_switch, shown
 from distmega.collecting import gc_paused
 from distmega.errors import PlanError
 from distmega.program.gather_early import gather_early
-from distmega.program.kinds import kind_of
+from distmega.program.kinds import is_known, kind_of, user_kinds
 from distmega.program.types import Access, Op, Program, accesses
 from distmega.sharding import late
 from distmega.sharding.finalize import finalize_allocations, finalize_loops
@@ -394,6 +394,7 @@ def plan_program(
     annotated tensors.
     """
     _check_types(program, mesh, machine, {} if annotations is None else annotations)
+    _check_kinds(program)
     _check_limit(memory_limit_bytes)
     require_switch("spreads", spreads, error=PlanError)
     start = time.perf_counter()
@@ -450,6 +451,17 @@ def _fitting_plan(planner: _Planner, memory_limit_bytes: int | None) -> Plan:
 
 def _fits(plan: Plan, memory_limit_bytes: int | None) -> bool:
     return memory_limit_bytes is None or plan.memory.total_bytes <= memory_limit_bytes
+
+
+def _check_kinds(program: Program) -> None:
+    """PlanError for an op of a kind that nothing defines, as a written program may have one."""
+    for op in program.ops:
+        if not is_known(op.kind):
+            raise PlanError(
+                f"op {op.name!r} of kind {op.kind!r}",
+                expected=f"one of {', '.join(user_kinds())}",
+                remedy="correct its text, or define the kind before it is planned",
+            )
 
 
 def _check_limit(memory_limit_bytes: object) -> None:

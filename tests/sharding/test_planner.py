@@ -304,6 +304,14 @@ def test_what_is_no_program_mesh_or_machine_is_named(given, message):
         plan_program(*given)
 
 
+def test_a_kind_that_nothing_defines_is_named_before_it_has_a_plan():
+    p = ProgramBuilder("p")
+    program = p.build(p.softmax(p.input("x", (4, 6)), name="y"))
+    written = print_program(program).replace("softmax", "sofmax")
+    with pytest.raises(PlanError, match=r"op 'y' of kind 'sofmax'; expected .*, softmax, "):
+        plan_program(parse_program(written), DeviceMesh(tp=2), CPU)
+
+
 def test_plans_are_reproducible_and_tell_apart():
     program = decoder(layers=2)
     prints = [plan_program(program, DeviceMesh(tp=2), CPU).fingerprint() for _ in range(2)]
