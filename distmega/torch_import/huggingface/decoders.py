@@ -485,12 +485,15 @@ class _DecodeStep(nn.Module):
         starts: Tensor | None = None,
         last: Tensor | None = None,
     ) -> Tensor:
-        wanted = None if self._logits == "all" else last
+        num_rows = tokens.shape[0]
+        chooses = self._logits != "all" and last is not None and (num_rows, *last.shape) != (1, 1)
+        wanted = last if chooses else None
         if self._states:
             logits = self._in_order(tokens, positions, sequences)
-        else:
-            logits = self._run(tokens, positions, sequences, starts, wanted)
-        if wanted is not None and logits.shape[0] != wanted.shape[0]:
+        else:  # as many rows as are wanted would not show whether the class has chosen them
+            asked = wanted if wanted is not None and wanted.shape[0] != num_rows else None
+            logits = self._run(tokens, positions, sequences, starts, asked)
+        if wanted is not None and logits.shape[0] == num_rows:
             kept: Tensor = logits.index_select(0, wanted)
             return kept
         some = self._logits != "all" and not self._prompt

@@ -232,6 +232,25 @@ def test_several_sequences_in_one_program(name: str):
         assert relative_error(out["logits"], wanted) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "name", ["bloom", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("gpt2", "mamba"))]
+)
+def test_last_rows_of_as_many_rows_as_there_are_sequences(name: str):
+    """A prompt of two tokens in a batch of two, of which only one is started."""
+    config = family_config(name)
+    model, decoder = reference(config), open_decoder(config)
+    ids = torch.randint(3, VOCAB, (2,)).tolist()
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    prompt = decoder.build(2, CONTEXT, batch=2, logits="last", prompt=True)
+    decode = decoder.build(1, CONTEXT, batch=2, logits="last")
+    out = Job(prompt, decode, weights_of(decoder, model), 1).run(
+        "prompt", tokens=ids, positions=[0, 1], sequences=[0, 0], starts=[0, 2, 2], last=[1, 0]
+    )
+    assert relative_error(out["logits"], expected[[1, 0]]) < TOLERANCE
+    assert int(out["next"][0]) == int(expected[1].argmax())
+
+
 def test_attention_over_caches_is_the_op_that_kernels_know():
     decoder = open_decoder(family_config("gemma2"))
     program = decoder.build(1, CONTEXT)
