@@ -11,6 +11,7 @@ from distmega.hostir.ir.nodes import (
     Allocate,
     Collective,
     Deallocate,
+    EndCoalescing,
     ForLoop,
     HostProgram,
     LaunchMegakernel,
@@ -64,6 +65,16 @@ def node_writes(node: Node, segments: dict[str, Program]) -> tuple[str, ...]:
         case ForLoop(body=body):
             return tuple(name for inner in body for name in node_writes(inner, segments))
     return ()
+
+
+def started_handle(node: Node) -> str:
+    """The handle of the communication that a node starts; empty for another node, and for a
+    transfer inside a group.
+    """
+    match node:
+        case Collective() | Send() | Recv() | EndCoalescing():
+            return node.handle
+    return ""
 
 
 def named_buffers(node: Node) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from distmega.errors import VerifyError
 from distmega.hostir.ir.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.hostir.ir.nodes import (
     Allocate,
-    Collective,
     Deallocate,
     EndCoalescing,
     ForLoop,
@@ -42,6 +41,7 @@ from distmega.hostir.ir.uses import (
     named_buffers,
     node_writes,
     shown,
+    started_handle,
     storage_of,
     team_axes,
 )
@@ -159,10 +159,10 @@ def waited_communication(walked: Walked) -> Iterator[Violation]:
             case LaunchMegakernel() | FusedMatmul() if team_axes(node, walked.segments):
                 if busy := [name for scope in scopes for name in scope]:
                     yield index, f"{busy} under way beside it", "a wait before"
-            case Collective() | Send() | Recv() | EndCoalescing() if node.handle:
-                if any(node.handle in scope for scope in scopes):
-                    yield index, f"handle {node.handle!r} is pending already", "a wait before reuse"
-                scopes[-1][node.handle] = index
+            case _ if handle := started_handle(node):
+                if any(handle in scope for scope in scopes):
+                    yield index, f"handle {handle!r} is pending already", "a wait before reuse"
+                scopes[-1][handle] = index
     yield from _unwaited(scopes[0])
 
 

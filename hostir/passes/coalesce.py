@@ -27,17 +27,18 @@ def coalesce_send_recv(host: HostProgram) -> HostProgram:
     def coalesce(body: Sequence[Node]) -> tuple[Node, ...]:
         out: list[Node] = []
         members: list[Send | Recv] = []
-        joined: dict[str, str] = {}
-        done: set[str] = set()
+        groups: dict[str, Sequence[str]] = {}
+        """By the handle of each member, which may be of another communication after its wait."""
+        waited: set[str] = set()
 
         def close() -> None:
             if len(members) < 2:
                 out.extend(members)
             else:
-                handle = members[0].handle
-                joined.update({member.handle: handle for member in members})
+                handles = [member.handle for member in members]
+                groups.update(dict.fromkeys(handles, handles))
                 bare = (replace(member, handle="") for member in members)
-                out.extend((StartCoalescing(), *bare, EndCoalescing(handle=handle)))
+                out.extend((StartCoalescing(), *bare, EndCoalescing(handle=handles[0])))
             members.clear()
 
         for node in body:
@@ -46,11 +47,11 @@ def coalesce_send_recv(host: HostProgram) -> HostProgram:
                 continue
             close()
             if isinstance(node, Wait):
-                handle = joined.get(node.handle, node.handle)
-                if handle not in done:
-                    out.append(Wait(handle=handle))
-                if handle in joined:
-                    done.add(handle)
+                group = groups.pop(node.handle, [node.handle])
+                if node.handle not in waited:
+                    out.append(Wait(handle=group[0]))
+                    waited.update(group)
+                waited.remove(node.handle)
             elif isinstance(node, ForLoop):
                 out.append(replace(node, body=coalesce(node.body)))
             else:

@@ -126,7 +126,7 @@ class _Chain:
             if isinstance(node, StartCoalescing):
                 begins = body[at : at + _group_size(body[at:])]
             if isinstance(node, Wait) and node.handle in waited:
-                out += () if waited[node.handle] == self.stream else self.before
+                out += () if waited.pop(node.handle) == self.stream else self.before
                 continue
             links = _Links.of(begins)
             if group is None and (links.axes or links.fills):

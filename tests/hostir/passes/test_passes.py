@@ -8,8 +8,16 @@ import torch
 
 from distmega.errors import VerifyError
 from distmega.hostir.comm.communicator import SingleCommunicator
-from distmega.hostir.ir.nodes import Deallocate, HostProgram, LaunchMegakernel, walk_nodes
+from distmega.hostir.check.check import check_host
+from distmega.hostir.ir.nodes import (
+    Deallocate,
+    HostProgram,
+    LaunchMegakernel,
+    Wait,
+    walk_nodes,
+)
 from distmega.hostir.ir.text import parse_host, print_host, print_node
+from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.coalesce import coalesce_send_recv
 from distmega.hostir.passes.deallocations import insert_deallocations, peak_memory
@@ -27,6 +35,7 @@ from tests.hostir.programs import (
     streamed,
     without,
 )
+from tests.work import lines_run
 
 
 def evaluate(host: HostProgram) -> dict[str, torch.Tensor]:
@@ -234,3 +243,88 @@ def test_the_runner_dumps_numbered_files(tmp_path: Path):
     names = ["lowered", *(each.__name__ for each in PASSES)]
     assert files == [f"{n:02}_{name}.hostir" for n, name in enumerate(names)]
     assert (tmp_path / "dump" / files[-1]).read_text() == print_host(last)
+
+
+REUSED = """
+host reused on mesh(tp=2, dp=2)
+  streams 1, events 0
+  input x: f32[4]
+  temp a: f32[4]
+  temp b: f32[4]
+  temp c: f32[4]
+  temp y: f32[4]
+  body
+    allocate a
+    allocate b
+    allocate c
+    allocate y
+    send x to tp[+1] as one
+    recv a from tp[-1] as two
+    wait two
+    wait one
+    all_reduce dp (x) -> (b) as two | combine='sum'
+    wait two
+    all_reduce tp (x) -> (c) as two | combine='sum'
+    wait two
+    send x to tp[+1] as one
+    recv a from tp[-1] as two
+    wait one
+    wait two
+    all_reduce dp (x) -> (b) as one | combine='sum'
+    wait one
+    y = pointwise[i:4] a(i) b(i) c(i) -> y(i) | expr='a0 + a1 + a2'
+  return y
+"""
+
+
+def test_a_handle_is_free_again_behind_its_wait():
+    host = parse_host(REUSED)
+    verify_host(host, freed=False)
+    passed = run_passes(host)
+    check_host(passed)
+    assert sum(isinstance(node, Wait) for node in walk_nodes(passed.body)) == 5
+
+
+SIDE_BY_SIDE = """
+host side_by_side on mesh(tp=2)
+  streams 1, events 0
+  input x: f32[4]
+  temp a: f32[4]
+  temp y: f32[4]
+  body
+    allocate a
+    allocate y
+    a = pointwise[i:4] x(i) -> a(i) | expr='a0 + 1.0'
+    all_reduce tp (a) -> (y) as sum | combine='sum'
+    wait sum
+    send x to tp[+1] as there
+    recv a from tp[-1] as here
+    wait there
+    wait here
+    y = pointwise[i:4] a(i) y(i) -> y(i) | expr='a0 + a1'
+  return y
+"""
+
+
+def test_waits_do_not_come_between_the_transfers_of_an_exchange():
+    """Alone, each rank's receive would wait for a send behind another's receive."""
+    host = run_passes(parse_host(SIDE_BY_SIDE))
+    check_host(host)
+    assert [line.split()[0] for line in lines(host)][3:7] == ["all_reduce", "wait", "coalesce", "send"]
+
+
+def test_work_of_sinking_waits_grows_with_the_number_of_communications():
+    def under_way(num: int) -> HostProgram:
+        declared = "".join(f"  temp t{n}: f32[4]\n" for n in range(num))
+        nodes = (
+            f"    allocate t{n}\n    all_reduce tp (x) -> (t{n}) as h{n} | combine='sum'\n"
+            f"    wait h{n}\n"
+            for n in range(num)
+        )
+        head = f"host p on mesh(tp=2)\n  streams 1, events 0\n  input x: f32[4]\n{declared}  body\n"
+        results = ", ".join(f"t{n}" for n in range(num))
+        return parse_host(f"{head}{''.join(nodes)}  return {results}\n")
+
+    few, many = under_way(20), under_way(80)
+    assert lines(sink_waits(many))[-80:] == [f"wait h{n}" for n in range(80)]
+    assert lines_run(lambda: sink_waits(many)) < 6 * lines_run(lambda: sink_waits(few))
