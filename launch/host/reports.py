@@ -94,6 +94,6 @@ def describe_exit(code: int) -> str:
     of 2 ".
     """
     if code < 0:
-        names = {number: number.name for number in signal.Signals}
+        names: dict[int, str] = {number: number.name for number in signal.Signals}
         return f"was killed by {names.get(-code, 'a signal without a name')} (signal {-code})"
     return f"exited with code {code}"
