@@ -61,7 +61,7 @@ class SafetensorsArray:
     name: str
 
     def box(self, slices: tuple[slice, ...]) -> torch.Tensor:
-        """What slices select, as stored, on the CPU: safetensors reads to torch's default device."""
+        """What slices select, as stored; on the CPU, not torch's default device."""
         with torch.device("cpu"):
             return self.file.get_slice(self.name)[slices]
 

@@ -233,7 +233,8 @@ def test_several_sequences_in_one_program(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["bloom", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("gpt2", "mamba"))]
+    "name",
+    ["bloom", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("gpt2", "mamba"))],
 )
 def test_last_rows_of_as_many_rows_as_there_are_sequences(name: str):
     """A prompt of two tokens in a batch of two, of which only one is started."""
