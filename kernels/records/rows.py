@@ -289,10 +289,22 @@ def scan(record, arenas, spec: tl.constexpr):
             write(to + (i - first) * out_step, found, mask & (i >= first), spec, "out")
 
 
+@triton.constexpr_function
+def most_of(dtype):
+    """No element is before it in the order of falling values."""
+    return 2**63 - 1 if dtype == tl.int64 else float("nan")
+
+
+@triton.jit
+def above(x, y):
+    """Whether x is larger than y; what is no number is the largest."""
+    return (x > y) | ((x != x) & (y == y))
+
+
 @triton.jit
 def best_below(row, step, extent, last, last_at, spec: tl.constexpr):
-    """The largest element of a row behind (last, last_at) in the order of falling values, the
-    lowest index first where values tie; and its index.
+    """The largest element of a row behind (last, last_at) in the order of falling values, of which
+    those that are no numbers come first, the lowest index first where values tie; and its index.
     """
     wide: tl.constexpr = wide_type(spec, "x")
     least: tl.constexpr = start_of("max", wide)
@@ -302,11 +314,17 @@ def best_below(row, step, extent, last, last_at, spec: tl.constexpr):
         i = (start + tl.arange(0, COLUMNS)).to(tl.int64)
         mask = i < extent
         part = read(row + i * step, mask, spec, "x")
-        behind = (part < last) | ((part == last) & (i > last_at))
-        better = mask & behind & ((part > best) | (where == NO_INDEX))
+        ties = (part == last) | ((part != part) & (last != last))
+        behind = above(last, part) | (ties & (i > last_at))
+        better = mask & behind & (above(part, best) | (where == NO_INDEX))
         best, where = tl.where(better, part, best), tl.where(better, i, where)
-    found = tl.max(tl.where(where == NO_INDEX, least, best), 0, keep_dims=True)
-    return found, tl.min(tl.where(best == found, where, NO_INDEX), 0, keep_dims=True)
+    best = tl.where(where == NO_INDEX, least, best)
+    found = tl.max(best, 0, keep_dims=True)
+    if wide != tl.int64:
+        is_none = tl.max((best != best).to(tl.int32), 0, keep_dims=True) > 0
+        found = tl.where(is_none, float("nan"), found)
+    same = (best == found) | ((best != best) & (found != found))
+    return found, tl.min(tl.where(same, where, NO_INDEX), 0, keep_dims=True)
 
 
 @triton.jit
@@ -321,7 +339,7 @@ def argmax(record, arenas, spec: tl.constexpr, team):
     always = tl.full([1], True, tl.int1)
     for m in range(rows):
         row = x + m * number(record, spec, "row_strides", 0)
-        first = tl.full([1], start_of("min", wide), wide)
+        first = tl.full([1], most_of(wide), wide)
         found, at = best_below(row, step, extent, first, tl.full([1], -1, tl.int64), spec)
         at = tl.where(at == NO_INDEX, 0, at)
         zero = tl.arange(0, 1)
@@ -340,7 +358,7 @@ def top(record, arenas, spec: tl.constexpr):
     always, zero = tl.full([1], True, tl.int1), tl.arange(0, 1)
     for m in range(rows):
         row = x + m * number(record, spec, "x_strides", 0)
-        last = tl.full([1], start_of("min", wide), wide)
+        last = tl.full([1], most_of(wide), wide)
         at = tl.full([1], -1, tl.int64)
         for nth in range(number(record, spec, "num_top")):
             last, at = best_below(row, step, extent, last, at, spec)

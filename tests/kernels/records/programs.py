@@ -186,6 +186,12 @@ def largest(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
     return [token, p.value_of(token), *p.topk(p.input("y", (3, 4, 19)), 5)]
 
 
+def no_numbers(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
+    """The largest of rows some of whose elements, or all, are no numbers, or infinite."""
+    token = p.argmax(p.input("holes", (4, 1500), dtype))
+    return [token, p.value_of(token), *p.topk(p.input("few_holes", (4, 1, 19), dtype), 5)]
+
+
 def rotated(p: ProgramBuilder, dtype: str) -> Sequence[Handle]:
     x = p.input("x", (5, 48), dtype)
     part = p.reshape(p.slice(x, 1, 8, 32, view=True), (5, 2, 12), view=True)
@@ -258,7 +264,7 @@ KINDS: Mapping[str, tuple[Make, Sequence[str]]] = MappingProxyType({
         (looked_up, ("f32", "bf16", "bool")),
         (moves, ("f32", "bf16", "i64", "bool", "f64")),
         (boxed, ("bf16", "f32", "i32", "f64", "bool")), (states, ("f32", "i64")),
-        (largest, ("f32", "bf16")), (rotated, ("f32", "bf16")),
+        (largest, ("f32", "bf16")), (no_numbers, ("f32", "bf16")), (rotated, ("f32", "bf16")),
         (attended, ("f32", "bf16", "f16")), (of_own_caches, ("f32",)), (in_a_window, ("bf16",)),
         (with_biases, ("f32",)), (without_a_cache, ("f32", "bf16")),
     )
@@ -301,6 +307,10 @@ def values_of(program: Program) -> dict[str, Tensor]:
             x = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
             if tensor.role == "weight" and len(tensor.shape) > 1:
                 x *= tensor.shape[-1] ** -0.5
+        if tensor.name == "holes":
+            x[0], x[1, 1200], x[2, 700:] = -torch.inf, torch.inf, torch.nan
+        elif tensor.name == "few_holes":
+            x[0, 0, 5:], x[1, 0, 2], x[2, 0, 4] = -torch.inf, torch.inf, torch.nan
         values[tensor.name] = x.to(torch_dtype(tensor.dtype))
     return values
 

@@ -28,7 +28,7 @@ SHORT = "broadcast", "i32"
 SPILLED_BYTES = 48
 BY_DAY = (
     "whole_linear:i64", "tiled:bf16", "states:f32", "looked_up:f32", "whole_powers:i32",
-    "boxed:bf16",
+    "boxed:bf16", "no_numbers:f32",
 )  # fmt: skip
 ATTENTION = [f"{seed}:{'bf16' if seed % 5 else 'f16'}" for seed in range(60)]
 """Random ones, each form of attention in turn."""
