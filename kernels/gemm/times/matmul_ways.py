@@ -108,7 +108,7 @@ def best_tiles(extents: Extents, rates: OverlapRates) -> Tiles:
 
 def choose_tiles(extents: Extents, rates: OverlapRates) -> Tiles | None:
     """Tiles for a matmul without peers; None where the library's is expected to be faster."""
-    if extents.depth % ALIGNED or extents.columns % ALIGNED:
+    if extents.depth % ALIGNED or extents.columns % ALIGNED or not extents.flops:
         return None
     tiles = best_tiles(extents, rates)
     ours = kernel_us(extents, tiles.tile_n, rates)
@@ -122,7 +122,8 @@ def choose_mixed_tiles(
     two, and this one does so itself; columns are those of the product. apart: of two weights, for
     which the library has a matmul each.
     """
-    if extents.depth % ALIGNED or extents.columns % (2 * ALIGNED if apart else MIXED_COLUMNS):
+    columns = 2 * ALIGNED if apart else MIXED_COLUMNS
+    if extents.depth % ALIGNED or extents.columns % columns or not extents.flops:
         return None
     tiles = best_tiles(extents, rates)
     num_bytes = extents.item_bytes * extents.rows * extents.columns * 1.5
@@ -266,6 +267,8 @@ def kernel_problem(
     columns = depth if collective == "all_gather" else columns
     if dtype not in rates.kernel_dtypes:
         return f"a type of {', '.join(rates.kernel_dtypes)}, not {dtype}"
+    if not extents.flops:
+        return "something to multiply"
     if extents.rows % rows or extents.columns % columns:
         found = f"{extents.rows} x {extents.columns}"
         return f"rows a multiple of {rows} and columns of {columns}, not {found}"
@@ -277,8 +280,8 @@ def kernel_problem(
 
 
 def has_peer_collective(collective: Collective, extents: Extents, rates: OverlapRates) -> bool:
-    """Whether each rank has whole rows, or of a sum that all want whole vectors."""
-    if not 1 < extents.num_ranks <= rates.kernel_ranks:
+    """Whether each rank has whole rows, or of a sum that all want whole vectors; of something."""
+    if not 1 < extents.num_ranks <= rates.kernel_ranks or not extents.flops:
         return False
     if collective == "all_reduce":
         return extents.columns % (ALIGNED * extents.num_ranks) == 0

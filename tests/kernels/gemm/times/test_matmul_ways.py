@@ -27,7 +27,8 @@ from distmega.kernels.gemm.times.tile_times import (
     send_us,
     split_last_wave,
 )
-from distmega.sharding.overlap.products import Extents
+from distmega.kernels.gemm.times.ways import MatmulModel
+from distmega.sharding.overlap.products import Extents, Product
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -295,3 +296,21 @@ def test_short_matmuls_go_the_way_that_was_fastest_on_two_h200(
 ):
     extents = Extents(rows=rows, columns=columns, depth=depth, num_ranks=2)
     assert choose_means(collective, extents, H200_RATES).means == means
+
+
+@pytest.mark.parametrize("empty", ["rows", "columns", "depth"])
+def test_what_is_empty_is_the_librarys(empty):
+    whole = Extents(rows=512, columns=4096, depth=1024)
+    extents = replace(whole, **{empty: 0})
+    assert choose_mixed_tiles(whole, H200_RATES, apart=True) is not None
+    assert choose_tiles(extents, H200_RATES) is None
+    for apart in (False, True):
+        assert choose_mixed_tiles(extents, H200_RATES, apart=apart) is None
+    for collective in COLLECTIVES:
+        shared = replace(extents, num_ranks=2)
+        assert choose_means(collective, shared, H200_RATES).means == "nccl"
+        times, refused = MatmulModel(H200_RATES).way_times_us(
+            Product(collective=collective, extents=shared, dtype="bf16"), (2,), peer_copies=True
+        )
+        assert "something to multiply" in refused["kernel"]
+        assert all(time >= 0 for time in times.values())
