@@ -358,7 +358,7 @@ _FORMS: tuple[tuple[str, Callable[..., Node]], ...] = (
     (r"signal (\S+) to (\S+)", lambda n, p: Signal(name=n, peer=_parse_peer(p))),
     (r"wait (\S+)", lambda h: Wait(handle=h)),
     (
-        r"launch (.+)\(([^()]*)\)",
+        r"launch (?!= \w+\[)(.+)\(([^()]*)\)",  # not an op that is called "launch"
         lambda k, a: LaunchMegakernel(kernel=k, args=tuple(map(_parse_arg, parse_names(a)))),
     ),
     (

@@ -34,10 +34,14 @@ from distmega.hostir.ir.nodes import (
     WaitSignal,
 )
 from distmega.hostir.ir.text import parse_host, print_host
+from distmega.hostir.lower.lower import lower_program
+from distmega.hostir.passes.passes import run_passes
+from distmega.program.builder import ProgramBuilder
+from distmega.program.ops import norms
 from distmega.program.types import Access, Axis, Index, Op, Tensor
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.pairs import PairKind
-from tests.hostir.programs import RING, STREAMED, chain, mlp
+from tests.hostir.programs import RING, STREAMED, chain, local, mlp
 
 names = st.from_regex(r"[a-z_][a-z0-9_.]{0,6}", fullmatch=True)
 program_names = st.from_regex(r"[a-z]([a-z0-9 _.()]{0,6}[a-z0-9)])?", fullmatch=True)
@@ -177,6 +181,22 @@ def test_every_node_kind_is_drawn():
 @settings(max_examples=150, deadline=None)
 def test_parse_is_the_inverse_of_print(host: HostProgram):
     assert parse_host(print_host(host)) == host
+
+
+WORDS = (
+    "allocate all_reduce body broadcast coalesce end event for free host input launch record recv "
+    "send signal slice state stream streams symmetric temp wait weight"
+)
+
+
+@pytest.mark.parametrize("name", WORDS.split())
+def test_ops_and_buffers_may_be_called_as_nodes_are(name: str):
+    p = ProgramBuilder(name)
+    x = p.transpose(p.input("x", (2, 3)), (1, 0), name=name)
+    program = p.build(p.op(norms.softmax, x), x)
+    for megakernel in (False, True):
+        host = lower_program(local(program), megakernel=megakernel, peer_memory=False)
+        assert parse_host(print_host(run_passes(host))) == run_passes(host)
 
 
 @pytest.mark.parametrize("text", [STREAMED, RING])
