@@ -4,7 +4,7 @@ Comes in: ops of one body in order. Goes out: Runs of ops, and Programs whose in
 buffers of the host program. Used by lower.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from distmega.hostir.lower.scope import Scope

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from distmega.errors import VerifyError
-from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.check.check import check_host
+from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.ir.nodes import (
     Deallocate,
     HostProgram,
@@ -310,7 +310,12 @@ def test_waits_do_not_come_between_the_transfers_of_an_exchange():
     """Alone, each rank's receive would wait for a send behind another's receive."""
     host = run_passes(parse_host(SIDE_BY_SIDE))
     check_host(host)
-    assert [line.split()[0] for line in lines(host)][3:7] == ["all_reduce", "wait", "coalesce", "send"]
+    assert [line.split()[0] for line in lines(host)][3:7] == [
+        "all_reduce",
+        "wait",
+        "coalesce",
+        "send",
+    ]
 
 
 def test_work_of_sinking_waits_grows_with_the_number_of_communications():
