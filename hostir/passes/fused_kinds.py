@@ -20,12 +20,16 @@
 Next: fuse.py.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from distmega.errors import ProgramError, counted
 from distmega.program import expr
-from distmega.program.kinds import OpKind, define
+from distmega.program.dtypes import ITEM_BYTES
+from distmega.program.kinds import POSITIVE_OR_ZERO, AttrRule, Misfit, OpKind, define, one_of
 from distmega.program.ops.axis_views import is_plain
-from distmega.program.types import Op, accesses, contracts
+from distmega.program.ops.compute import FORMULA
+from distmega.program.types import Op, Tensor, accesses, contracts
 
 MAX_READS = 8
 MAX_WRITES = 4
@@ -33,23 +37,6 @@ MAX_FLOPS = 64
 """What a kernel of formulas or of rows takes: operands, results, and function applications an
 element.
 """
-
-define(OpKind(name="fused_pointwise", origin="internal", is_elementwise=True))
-define(OpKind(name="fused_norm", origin="internal", is_norm=True))
-define(OpKind(name="fused_heads", origin="internal", inplace=True))
-define(OpKind(name="fused_linear", origin="internal", flops=lambda op, work: 4 * work.points))
-define(
-    OpKind(
-        name="fused_groups",
-        origin="internal",
-        reads_whole=True,
-        host_reads="where groups start",
-        grouped_flops=lambda op, points: 4 * points,
-    )
-)
-define(OpKind(name="fused_product", origin="internal", flops=lambda op, work: 2 * work.points))
-define(OpKind(name="split_linear", origin="internal", flops=lambda op, work: 2 * work.points))
-define(OpKind(name="fused_rows", origin="internal"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +50,11 @@ class NormStep:
     weight: int = -1
     bias: int = -1
     eps: float = 0.0
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The values that it takes, x first."""
+        return self.x, self.weight, self.bias
 
     def __str__(self) -> str:
         return f"norm {self.norm} {self.x} {self.weight} {self.bias} {self.eps!r}"
@@ -120,3 +112,133 @@ def is_product(op: Op) -> bool:
         and w.dims[:1] == columns
         and all(each.dims == columns for each in bias)
     )
+
+
+def _all_of(fits: Callable[[object], bool], what: str) -> AttrRule:
+    """At least one value that fits, in brackets."""
+
+    def are(values: object) -> bool:
+        return isinstance(values, tuple) and len(values) > 0 and all(map(fits, values))
+
+    return AttrRule(are, f"{what}, in brackets")
+
+
+def _is_step(text: object) -> bool:
+    try:
+        step = _step(text) if isinstance(text, str) else None
+    except (ProgramError, ValueError):
+        return False
+    return step is not None and (not isinstance(step, NormStep) or step.norm in STEP_NORMS)
+
+
+STEP_NORMS = "rms_norm", "layer_norm", "softmax"
+FORMULAS = _all_of(FORMULA.fits, "expressions of a0, a1, ...")
+STEPS = _all_of(_is_step, "expressions of a0, a1, ... and norms")
+TYPES = _all_of(lambda value: value in ITEM_BYTES, f"words of {', '.join(ITEM_BYTES)}")
+NUMBERS = _all_of(lambda value: type(value) is int, "numbers of values")
+
+
+def _typed_misfit(op: Op, writes: Sequence[Tensor], values: str) -> tuple[str, str] | None:
+    """Whether each result has one of an op's `values`, and its type."""
+    found, dtypes = op.attr(values), op.attr("dtypes")
+    assert isinstance(found, tuple), "as TYPES and the others say"
+    if len(found) != len(writes):
+        return f"has {len(found)} {values} of {counted(len(writes), 'result')}", "one each"
+    if dtypes != tuple(x.dtype for x in writes):
+        return f"has dtypes={dtypes!r}", "those of its results"
+    return None
+
+
+def _formulas_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> tuple[str, str] | None:
+    most = max(map(expr.num_args, op_exprs(op)))
+    if most > len(reads):
+        return f"has exprs of {counted(len(reads), 'operand')}", f"{most}"
+    return _typed_misfit(op, writes, "exprs")
+
+
+def _rows_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> tuple[str, str] | None:
+    """Whether each step takes operands and values of steps before it."""
+    plan = row_steps(op)
+    for known, step in enumerate(plan.steps, start=len(reads)):
+        used = (expr.num_args(step) - 1,) if not isinstance(step, NormStep) else step.values
+        if not (min(used) >= -1 and max(used) < known and used[0] >= 0):
+            return f"has step {str(step)!r} of {counted(known, 'value')}", "values before it"
+    if not 0 <= min(plan.outs) <= max(plan.outs) < len(reads) + len(plan.steps):
+        return f"has outs={plan.outs}", f"values below {len(reads) + len(plan.steps)}"
+    return _typed_misfit(op, writes, "outs")
+
+
+def _products_misfit(num_args: int, least: int, most: int) -> Misfit:
+    """Of formulas of so many products, by how many operands."""
+
+    def misfit(op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[str, str] | None:
+        if not least <= len(reads) <= most or len(writes) != 1:
+            found = f"{counted(len(reads), 'operand')} and {counted(len(writes), 'result')}"
+            return f"is {op.kind} of {found}", f"{least} to {most}, and one"
+        if expr.num_args(expr.parse(str(op.attr("expr")))) > num_args:
+            return f"has expr={op.attr('expr')!r}"[:200], f"one of {counted(num_args, 'product')}"
+        return None
+
+    return misfit
+
+
+define(
+    OpKind(
+        name="fused_pointwise",
+        origin="internal",
+        is_elementwise=True,
+        attrs={"exprs": FORMULAS, "dtypes": TYPES},
+        misfit=_formulas_misfit,
+    )
+)
+define(
+    OpKind(
+        name="fused_norm",
+        origin="internal",
+        is_norm=True,
+        attrs={"norm": one_of("rms_norm", "layer_norm"), "eps": POSITIVE_OR_ZERO},
+    )
+)
+define(OpKind(name="fused_heads", origin="internal", inplace=True))
+define(
+    OpKind(
+        name="fused_linear",
+        origin="internal",
+        attrs={"expr": FORMULA},
+        misfit=_products_misfit(2, 3, 3),
+        flops=lambda op, work: 4 * work.points,
+    )
+)
+define(
+    OpKind(
+        name="fused_groups",
+        origin="internal",
+        reads_whole=True,
+        host_reads="where groups start",
+        attrs={"expr": FORMULA},
+        misfit=_products_misfit(2, 4, 4),
+        grouped_flops=lambda op, points: 4 * points,
+    )
+)
+define(
+    OpKind(
+        name="fused_product",
+        origin="internal",
+        attrs={"expr": FORMULA},
+        misfit=_products_misfit(1, 2, 3),
+        flops=lambda op, work: 2 * work.points,
+    )
+)
+define(OpKind(name="split_linear", origin="internal", flops=lambda op, work: 2 * work.points))
+define(
+    OpKind(
+        name="fused_rows",
+        origin="internal",
+        attrs={"steps": STEPS, "outs": NUMBERS, "dtypes": TYPES},
+        misfit=_rows_misfit,
+    )
+)

@@ -52,7 +52,35 @@ VIEWED = print_host(
     run_passes(lower_program(local(with_views()), megakernel=False, peer_memory=False))
 )
 
+FUSED = """
+host fused on mesh(tp=1)
+  streams 1, events 0
+  input x: f32[4, 8]
+  weight w: f32[8]
+  temp y: f32[4, 8]
+  temp z: f32[4, 8]
+  body
+    allocate y
+    y = fused_pointwise[i:4 j:8] x(i, j) w(j) -> y(i, j) | dtypes=('f32',) exprs=('a0 * a1',)
+    allocate z
+    z = fused_rows[i:4 j:8] y(i, j) w(j) -> z(i, j) | dtypes=('f32',) outs=(3,) """ + (
+    """steps=('a0 + 1.0', 'norm rms_norm 2 1 -1 1e-05')
+    free y
+  return z
+"""
+)
+
 MUTATIONS = [
+    (FUSED, "fitting_operands", "a0 * a1", "a0 * a2", "has exprs of 2 operands"),
+    (FUSED, "fitting_operands", "a0 * a1", "a0 * it", "with exprs="),
+    (FUSED, "fitting_operands", "exprs=", "expr=", "no exprs"),
+    (FUSED, "fitting_operands", "exprs=(", "exprs=('a0', ", "has 2 exprs of 1 result"),
+    (FUSED, "fitting_operands", "dtypes=('f32',) e", "dtypes=('f33',) e", "with dtypes="),
+    (FUSED, "fitting_operands", "dtypes=('f32',) e", "dtypes=('i32',) e", "has dtypes="),
+    (FUSED, "fitting_operands", "outs=(3,)", "outs=(4,)", "has outs="),
+    (FUSED, "fitting_operands", "a0 + 1.0", "a2 + 1.0", "has step"),
+    (FUSED, "fitting_operands", "norm rms_norm 2", "norm rms_norm 3", "has step"),
+    (FUSED, "fitting_operands", "rms_norm", "any_norm", "with steps="),
     # program, rule, what is replaced, by what, node named
     (STREAMED, "known_names", "free p_i", "free q_i", "free q_i"),
     (STREAMED, "known_names", "return y", "return z", "'z' is no buffer"),
