@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distmega.errors import VerifyError
+from distmega.hostir.ir.nodes import ForLoop, Node, SliceView
 from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.lower.lower import lower_program
@@ -190,3 +191,18 @@ def test_final_allocations_may_not_change():
 def test_leaks_are_allowed_before_deallocations_are_inserted():
     host = parse_host(STREAMED.replace("      free p_i\n", ""))
     assert verify_host(host, freed=False) is host
+
+
+@pytest.mark.parametrize("field", ["dim", "shift", "step"])
+def test_a_slice_counts_from_zero(field: str):
+    text = STREAMED.replace("slice x_i of x dim 0 by i", "slice x_i of x dim 0 by i step 2")
+    host = parse_host(text)
+
+    def changed(node: Node) -> Node:
+        if isinstance(node, ForLoop):
+            return replace(node, body=tuple(map(changed, node.body)))
+        return replace(node, **{field: -1}) if isinstance(node, SliceView) and node.step else node
+
+    verify_host(host)
+    with pytest.raises(VerifyError, match="rule loop_indices"):
+        verify_host(replace(host, body=tuple(map(changed, host.body))))
