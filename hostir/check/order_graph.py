@@ -170,10 +170,12 @@ class Before:
 
     def each(self, one: int, others: Sequence[int]) -> NDArray[np.bool_]:
         """As a call, of one vertex and each of some others."""
-        found = self.clocks[others, self.chains[one]] >= self.positions[one]
-        return found & (np.asarray(others) != one)
+        found: NDArray[np.bool_] = self.clocks[others, self.chains[one]] >= self.positions[one]
+        found &= np.asarray(others) != one
+        return found
 
     def each_of(self, ones: Sequence[int], other: int) -> NDArray[np.bool_]:
         """As a call, of each of some vertices and one other."""
-        found = self.clocks[other, self.chains[ones]] >= self.positions[ones]
-        return found & (np.asarray(ones) != other)
+        found: NDArray[np.bool_] = self.clocks[other, self.chains[ones]] >= self.positions[ones]
+        found &= np.asarray(ones) != other
+        return found

@@ -326,9 +326,9 @@ def test_work_of_sinking_waits_grows_with_the_number_of_communications():
             f"    wait h{n}\n"
             for n in range(num)
         )
-        head = f"host p on mesh(tp=2)\n  streams 1, events 0\n  input x: f32[4]\n{declared}  body\n"
+        head = "host p on mesh(tp=2)\n  streams 1, events 0\n  input x: f32[4]\n"
         results = ", ".join(f"t{n}" for n in range(num))
-        return parse_host(f"{head}{''.join(nodes)}  return {results}\n")
+        return parse_host(f"{head}{declared}  body\n{''.join(nodes)}  return {results}\n")
 
     few, many = under_way(20), under_way(80)
     assert lines(sink_waits(many))[-80:] == [f"wait h{n}" for n in range(80)]
