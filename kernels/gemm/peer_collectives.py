@@ -21,9 +21,10 @@ from distmega.kernels.hopper.sum_norm import FOUR
 from distmega.kernels.pipelined.api import pointwise
 from distmega.sharding.overlap.products import Extents
 
-NORMED_BYTES = 2**18, 2**22
-"""Least and most of a sum that the kernel which sums its rows normalises too: in gated_mlp over two
-ranks, 2 to 5% quicker than two kernels from one to the other, and not timed beyond."""
+NORMED_BYTES = 2**22
+"""Most of a sum that the kernel which sums its rows normalises too: over two ranks it is quicker
+than two kernels at all sizes from 32 KB on, and not timed beyond (docs/notes/tensor-parallel.md).
+"""
 MAX_COLUMNS = 2**14
 """Of rows that a program has in registers."""
 
@@ -94,10 +95,9 @@ def sums_rows(extents: Extents, residual: Tensor, vectors: Sequence[Tensor]) -> 
     """Whether matmul_sum_norm takes such operands, and should, the same on all ranks: it sends each
     peer whole rows, which to one is no more than two shots send.
     """
-    least, most = NORMED_BYTES
     return (
         extents.num_ranks == PUSHING_RANKS
-        and least <= 2 * extents.rows * extents.columns <= most
+        and 0 < 2 * extents.rows * extents.columns <= NORMED_BYTES
         and extents.columns % FOUR == 0
         and extents.columns <= MAX_COLUMNS
         and all(x.dtype is torch.bfloat16 for x in (residual, *vectors))

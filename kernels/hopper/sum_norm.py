@@ -71,44 +71,69 @@ def four_bf16(a, b, c, d):
 
 
 @gluon.jit
-def push_row(x, peers, arrivals, team_rank, row, flag, slot, rank_slots, spec: gl.constexpr):
-    """This rank's part of a row to all ranks that wait for it; gives it, a chunk each. slot: of the
-    first rank's part; rank_slots: from one rank's to the next.
+def load_row(x, spec: gl.constexpr):
+    """A row from x on, of four bf16 each, as a tuple of its chunks."""
+    lane = gl.arange(0, THREADS, layout=PER_THREAD)
+    chunks: gl.constexpr = spec.chunks
+    found = ()
+    for chunk in gl.static_range(chunks):
+        at = chunk * THREADS + lane
+        found += (gl.load(x + at, mask=at < spec.fours, other=0),)
+    return found
+
+
+@gluon.jit
+def push_row(own, peers, arrivals, team_rank, flag, slot, rank_slots, spec: gl.constexpr):
+    """This rank's part of a row to all ranks that wait for it. slot: of the first rank's part;
+    rank_slots: from one rank's to the next.
     """
     lane = gl.arange(0, THREADS, layout=PER_THREAD)
     ranks: gl.constexpr = spec.ranks
     chunks: gl.constexpr = spec.chunks
     mine = slot + team_rank * rank_slots
-    own = ()
     for chunk in gl.static_range(chunks):
         at = chunk * THREADS + lane
-        bits = gl.load(x + row * spec.fours + at, mask=at < spec.fours, other=0)
-        own += (bits,)
         for rank in gl.static_range(ranks):
             wanted = (at < spec.fours) & (team_rank != rank)
-            gl.store(peers[rank] + mine * spec.fours + at, bits, mask=wanted)
+            gl.store(peers[rank] + mine * spec.fours + at, own[chunk], mask=wanted)
     tell_ranks(arrivals, mine, flag, team_rank, ranks)
-    return own
 
 
 @gluon.jit
-def sum_chunk(own, mine, team_rank, slot, rank_slots, chunk: gl.constexpr, spec: gl.constexpr):
-    """Four elements a thread of all ranks' parts, summed in rank order and rounded, as float32."""
-    ranks: gl.constexpr = spec.ranks
+def load_parts(mine, team_rank, slot, rank_slots, spec: gl.constexpr):
+    """What peers have pushed of a row: a tuple of its chunks, each one of parts in rank order."""
+    others: gl.constexpr = spec.ranks - 1
+    chunks: gl.constexpr = spec.chunks
     lane = gl.arange(0, THREADS, layout=PER_THREAD)
-    at = chunk * THREADS + lane
-    wanted = at < spec.fours
-    first = mine + slot * spec.fours + at
+    found = ()
+    for chunk in gl.static_range(chunks):
+        at = chunk * THREADS + lane
+        parts = ()
+        for other in gl.static_range(others):
+            rank = other + (team_rank <= other).to(gl.int32)
+            first = mine + (slot + rank * rank_slots) * spec.fours
+            # past the L1, which may hold what lay there two launches ago
+            parts += (gl.load(first + at, mask=at < spec.fours, other=0, cache_modifier=".cg"),)
+        found += (parts,)
+    return found
+
+
+@gluon.jit
+def sum_chunk(own, parts, team_rank, spec: gl.constexpr):
+    """Four elements a thread of all ranks' parts, summed in rank order and rounded, as float32.
+    parts: as of load_parts, without the own one.
+    """
+    ranks: gl.constexpr = spec.ranks
     a = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     b = a
     c = a
     d = a
     for rank in gl.static_range(ranks):
-        there = wanted & (team_rank != rank)
-        # past the L1, which may hold what lay there two launches ago
-        found = gl.load(first + rank * rank_slots * spec.fours, mask=there, other=0,
-                        cache_modifier=".cg")  # fmt: skip
-        bits = gl.where(there, found, own)
+        bits = own
+        if rank < ranks - 1:
+            bits = gl.where(team_rank > rank, parts[rank], bits)
+        if rank > 0:
+            bits = gl.where(team_rank < rank, parts[rank - 1], bits)
         e, f, g, h = four_floats(bits)
         a = a + e
         b = b + f
@@ -135,14 +160,21 @@ def sum_norm_kernel(x, residual, weight, bias, y, total, mine, peers, arrived, w
     slot = (flag & 1) * spec.ranks * rank_slots + row
     lane = gl.arange(0, THREADS, layout=PER_THREAD)
     line = row.to(gl.int64) * spec.fours
-    own = push_row(x, peers, words, team_rank, row, flag, slot, rank_slots, spec)
+    own = load_row(x + line, spec)
+    push_row(own, peers, words, team_rank, flag, slot, rank_slots, spec)
+    # all else is asked for while parts are on their way
+    residuals = load_row(residual + line, spec)
+    weights = load_row(weight, spec)
+    if spec.has_bias:
+        biases = load_row(bias, spec)
     await_ranks(arrived, slot, rank_slots, flag, team_rank, spec.ranks)
+    parts = load_parts(mine, team_rank, slot, rank_slots, spec)
     values = ()
     added = gl.zeros([THREADS], gl.float32, layout=PER_THREAD)
     for chunk in gl.static_range(chunks):
         at = chunk * THREADS + lane
-        a, b, c, d = sum_chunk(own[chunk], mine, team_rank, slot, rank_slots, chunk, spec)
-        e, f, g, h = four_floats(gl.load(residual + line + at, mask=at < spec.fours, other=0))
+        a, b, c, d = sum_chunk(own[chunk], parts[chunk], team_rank, spec)
+        e, f, g, h = four_floats(residuals[chunk])
         bits = four_bf16(a + e, b + f, c + g, d + h)
         gl.store(total + line + at, bits, mask=at < spec.fours)
         a, b, c, d = four_floats(bits)
@@ -168,13 +200,13 @@ def sum_norm_kernel(x, residual, weight, bias, y, total, mine, peers, arrived, w
     for chunk in gl.static_range(chunks):
         at = chunk * THREADS + lane
         a, b, c, d = values[chunk]
-        e, f, g, h = four_floats(gl.load(weight + at, mask=at < spec.fours, other=0))
+        e, f, g, h = four_floats(weights[chunk])
         a = (a - mean) * scale * e
         b = (b - mean) * scale * f
         c = (c - mean) * scale * g
         d = (d - mean) * scale * h
         if spec.has_bias:
-            e, f, g, h = four_floats(gl.load(bias + at, mask=at < spec.fours, other=0))
+            e, f, g, h = four_floats(biases[chunk])
             a += e
             b += f
             c += g

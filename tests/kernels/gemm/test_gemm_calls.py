@@ -75,8 +75,9 @@ def test_sums_are_normalised_by_their_kernel_where_that_was_quicker():
     assert sums(64, 2048, 2)
     assert sums(1024, 2048, 2)
     assert sums(16, 8192, 2)
-    assert not sums(63, 2048, 2), "fewer bytes were not timed"
-    assert not sums(1025, 2048, 2), "nor more"
+    assert sums(1, 2048, 2)
+    assert not sums(0, 2048, 2)
+    assert not sums(1025, 2048, 2), "more bytes were not timed"
     assert not sums(64, 2048, 4), "four ranks send each other more than two shots do"
     assert not sums(64, 2050, 2), "a thread reads four elements"
     assert not sums(64, 2**15, 2), "a row is in registers"

@@ -35,6 +35,9 @@ class Scalar(int):
 
     __rmul__ = __mul__
 
+    def __le__(self, other: Any) -> Any:
+        return Scalar(int(self) <= int(other))
+
     def to(self, dtype: object) -> "Scalar":
         return self
 
@@ -137,7 +140,9 @@ def pair_of(low: Tensor, high: Tensor) -> Tensor:
     return torch.stack([low, high], -1).bfloat16().view(torch.int32).flatten()
 
 
-def choose(mask: Tensor, x: Any, y: Any) -> Tensor:
-    """Either may be a number."""
+def choose(mask: Any, x: Any, y: Any) -> Tensor:
+    """Each may be a number, but not both of those to choose from."""
     dtype = (x if isinstance(x, Tensor) else y).dtype
-    return torch.where(mask, *(torch.as_tensor(each, dtype=dtype) for each in (x, y)))
+    return torch.where(
+        torch.as_tensor(mask), *(torch.as_tensor(each, dtype=dtype) for each in (x, y))
+    )
