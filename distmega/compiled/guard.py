@@ -1,9 +1,11 @@
 """When a compiled program may run: in the process that compiled it, while its states are good, and
-until it is closed. Used by program.py and running.py.
+until it is closed. Its GPU is the current one meanwhile. Used by program.py and running.py.
 """
 
 import os
 from weakref import WeakSet
+
+import torch
 
 from distmega.engine.ranks.own_process import require_process
 from distmega.errors import DistmegaError, HangError, ProgramError, RankFailure
@@ -13,16 +15,21 @@ from distmega.hostir.library.torch_types import require_real_tensors
 class CallGuard:
     """Around what runs a program: refuses it in a fork of the process that compiled it, and while
     its states are void, which a fault makes them, and whatever ends a run that has begun, since
-    some may be updated by then. began: whether the call has; fault: what made them void, empty
-    while they are good, and not once the program is closed.
+    some may be updated by then. Within it the program's GPU is the current one. began: whether the
+    call has; fault: what made them void, empty while they are good, and not once the program is
+    closed; gpu: its number.
     """
 
     __slots__ = (
-        "__weakref__", "_has_states", "_process", "_program", "began", "fault", "is_closed"
+        "__weakref__", "_has_states", "_made", "_process", "_program", "began", "fault", "gpu",
+        "is_closed",
     )  # fmt: skip
 
-    def __init__(self, program: str, has_states: bool) -> None:
+    def __init__(self, program: str, has_states: bool, gpu: int | None) -> None:
+        """gpu: None on a CPU."""
         self._program, self._has_states, self.fault = program, has_states, ""
+        self.gpu = gpu
+        self._made: torch.cuda.device | None = None
         self._process, self.began, self.is_closed = os.getpid(), False, False
         _guards.add(self)
 
@@ -39,8 +46,14 @@ class CallGuard:
                 expected="states bound again after a fault, on all ranks",
                 remedy="fill them anew and bind() them all",
             )
+        if self.gpu is not None and self.gpu != torch.cuda.current_device():
+            self._made = torch.cuda.device(self.gpu)
+            self._made.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._made is not None:
+            self._made.__exit__(kind, error, traceback)
+            self._made = None
         broken = isinstance(error, HangError | RankFailure) or (self.began and error is not None)
         if self._has_states and broken:
             what = error.found if isinstance(error, DistmegaError) else str(error)

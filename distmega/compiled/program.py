@@ -132,7 +132,7 @@ class CompiledProgram(OwnProcess):
         held = {name: x for name, x in lying.items() if name not in self._copied_states}
         self._bindings = Bindings(given, held)
         self._parts = Parts(plan, lowered.allocations, given, comm.rank, self.device)
-        self._guard = CallGuard(plan.program.name, bool(given.states))
+        self._guard = CallGuard(plan.program.name, bool(given.states), self.device.index)
         self._nodes = NodeByNode(lowered, given, self._bindings, self._guard, self.device)
         self._evaluator = make_evaluator(
             self.host, comm, self.device, chosen, kernel, self._copied_states
@@ -167,7 +167,7 @@ class CompiledProgram(OwnProcess):
         if a peer fails.
         """
         check_mapping(tensors)
-        with self._guard, made_current(self.device):
+        with self._guard:
             if self._kernel:
                 self._kernel.raise_hang()
             inputs, others = self._bindings.sort(tensors)
@@ -204,7 +204,7 @@ class CompiledProgram(OwnProcess):
                 expected="a GPU, whose clock stamps tasks",
                 remedy="compile the program for a GPU",
             )
-        with self._guard, made_current(self.device), ordinary_tensors():
+        with self._guard, ordinary_tensors():
             if self._kernel:
                 self._kernel.raise_hang()
             inputs, others = self._bindings.sort(tensors)
@@ -258,7 +258,7 @@ class CompiledProgram(OwnProcess):
         """Returns once all calls have ended on the GPU. HangError, after the communicator's limit,
         if a rank doesn't come, or a signal did not; the program's states are void then.
         """
-        with self._guard, made_current(self.device):
+        with self._guard:
             self._await_calls()
 
     def _await_calls(self) -> None:

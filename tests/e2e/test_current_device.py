@@ -25,8 +25,8 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made = [0]
 
     @contextmanager
-    def device(wanted: torch.device) -> Iterator[None]:
-        made.append(wanted.index)
+    def device(wanted: torch.device | int) -> Iterator[None]:
+        made.append(wanted if isinstance(wanted, int) else wanted.index)
         yield
         made.pop()
 
@@ -56,7 +56,7 @@ def test_calls_make_its_gpu_the_current_one(
     step = CompiledProgram(planned(), SingleCommunicator(MESH))
     given = step.parts(block_tensors(5))
     step(given)
-    step.device = OWN
+    step.device, step._guard.gpu = OWN, OWN.index
     where: list[int] = []
     *path, last = name.split(".")
     owner = getattr(step, path[0]) if path else step

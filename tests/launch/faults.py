@@ -28,12 +28,16 @@ Kind = Literal["none", "kill", "stop", "delay", "drop", "target"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong on `rank` before step FAULTY_STEP. once: a file that says that it did."""
+    """What goes wrong on `rank` before step FAULTY_STEP. timeout_s: of a wait in a kernel;
+    exchange_s: of an exchange on the host, which takes long on a busy machine. once: a file that
+    says that it did.
+    """
 
     kind: Kind = "none"
     rank: int = 1
     pp: int = 1
     timeout_s: float = 2.0
+    exchange_s: float = 60.0
     collectives: Collectives = "auto"
     once: Path | None = None
 
@@ -41,7 +45,7 @@ class Fault:
 def decode(context: RankContext, fault: Fault, emit: Emit) -> list[int]:
     """Emits and returns NUM_TOKENS tokens after PROMPT; after a hang the engine is of no use."""
     mesh = model_mesh(context.world_size // fault.pp, fault.pp)
-    comm = GlooCommunicator(mesh, context.rank, wait_s=fault.timeout_s)
+    comm = GlooCommunicator(mesh, context.rank, wait_s=fault.exchange_s)
     options = EngineOptions(
         max_context=64, timeout_s=fault.timeout_s, collectives=fault.collectives
     )

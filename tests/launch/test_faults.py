@@ -56,7 +56,7 @@ def test_a_killed_rank_is_named_and_replaced_and_the_request_finished(
 @pytest.mark.parametrize("collectives", ["kernel", "host"])
 def test_a_stopped_rank_is_named_whoever_waits_for_it(collectives: Collectives) -> None:
     """By the megakernel, whose wait is a HangError, or in an exchange over gloo."""
-    error = failure_of(Fault(kind="stop", timeout_s=6.0, collectives=collectives))
+    error = failure_of(Fault(kind="stop", timeout_s=6.0, exchange_s=6.0, collectives=collectives))
     assert str(error).startswith("rank 1 of 2 is stopped by a signal: ")
     assert isinstance(error, HangError if collectives == "kernel" else LostPeerError)
 
