@@ -48,7 +48,7 @@ class CallGuard:
             )
         if self.gpu is not None and self.gpu != torch.cuda.current_device():
             self._made = torch.cuda.device(self.gpu)
-            self._made.__enter__()
+            self._made.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._made is not None:
