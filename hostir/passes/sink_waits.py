@@ -61,6 +61,7 @@ class _Waiting:
     def __init__(self) -> None:
         self.works: dict[str, _Work] = {}
         self.numbers: dict[str, int] = {}
+        self.next_number = count()
         self.reading: dict[str, set[str]] = {}
         self.writing: dict[str, set[str]] = {}
         self.along: dict[frozenset[str], set[str]] = {}
@@ -68,7 +69,7 @@ class _Waiting:
     def add(self, handle: str, work: _Work) -> None:
         """One more, behind the others."""
         self.works[handle] = work
-        self.numbers[handle] = len(self.numbers)
+        self.numbers[handle] = next(self.next_number)
         for users in self.users(work):
             users.add(handle)
 

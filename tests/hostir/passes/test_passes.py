@@ -1,6 +1,7 @@
 """Each pass: the text it makes, and the result equal before and after."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -283,6 +284,30 @@ def test_a_handle_is_free_again_behind_its_wait():
     passed = run_passes(host)
     check_host(passed)
     assert sum(isinstance(node, Wait) for node in walk_nodes(passed.body)) == 5
+
+
+def test_handles_that_are_used_again_are_waited_for_in_the_order_of_their_waits():
+    """Alike in every process: ranks compare their programs."""
+    num = 8
+    names = [f"t{n}" for n in range(num)]
+    total = " + ".join(f"a{n}" for n in range(num))
+    reads = " ".join(f"{name}(i)" for name in names)
+
+    def summed(order: Sequence[int]) -> str:
+        parts = (
+            f"    all_reduce tp (x) -> (t{n}) as h{n} | combine='sum'\n    wait h{n}\n"
+            for n in order
+        )
+        op = f"    y = pointwise[i:4] {reads} -> y(i) | expr='{total}'\n"
+        return "".join(parts) + op
+
+    declared = "".join(f"  temp {name}: f32[4]\n" for name in (*names, "y"))
+    given = "".join(f"    allocate {name}\n" for name in (*names, "y"))
+    head = "host p on mesh(tp=2)\n  streams 1, events 0\n  input x: f32[4]\n"
+    body = given + summed(range(num)) + summed(range(num)[::-1])
+    host = sink_waits(parse_host(f"{head}{declared}  body\n{body}  return y\n"))
+    waited = [node.handle for node in host.body if isinstance(node, Wait)]
+    assert waited == [*(f"h{n}" for n in range(num)), *(f"h{n}" for n in range(num)[::-1])]
 
 
 SIDE_BY_SIDE = """
