@@ -46,6 +46,7 @@ class CallGuard:
                 expected="states bound again after a fault, on all ranks",
                 remedy="fill them anew and bind() them all",
             )
+        # as made_current does, at one call where it is the current one already
         if self.gpu is not None and self.gpu != torch.cuda.current_device():
             self._made = torch.cuda.device(self.gpu)
             self._made.__enter__()  # type: ignore[no-untyped-call]

@@ -266,8 +266,8 @@ def _bad_slice(
     view, whole = buffers[node.view], buffers[node.buffer]
     found = f"{counted(extent, 'chunk')} {view.dtype}{list(view.shape)} along dim {node.dim}"
     expected = f"chunks that make up {whole.dtype}{list(whole.shape)}"
-    is_known = 0 <= node.dim < len(view.shape) and min(node.shift, node.step) >= 0
-    if len(view.shape) != len(whole.shape) or not is_known:
+    is_part = 0 <= node.dim < len(view.shape) and min(node.shift, node.step) >= 0
+    if len(view.shape) != len(whole.shape) or not is_part:
         yield index, found, expected
         return
     others = [

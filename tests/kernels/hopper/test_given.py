@@ -16,6 +16,7 @@ from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.program.types import Program
+from tests.kernels.interpreting import shifted
 from tests.kernels.row_programs import attending_rows, norm_of_input
 
 NUM_SMS = 20
@@ -52,7 +53,7 @@ def test_rows_that_come_in_are_read_side_by_side(monkeypatch, rows, lies):
     (shape,) = (tensor.shape for tensor in program.with_role("input"))
     x = torch.randn(*shape, 2, dtype=torch.bfloat16)[..., 0]
     if lies == "shifted":
-        x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(shape)
+        x = shifted(x)
     runner = launched(program, {"x": x}, monkeypatch)
     assert torch.equal(runner._embed, x)
     assert runner._embed.is_contiguous()
