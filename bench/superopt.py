@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from string import ascii_lowercase
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -34,11 +35,12 @@ from bench.options import read_options, writable_file
 from bench.records import Record, add_book_options, open_book
 from bench.timing import alternating_us, copy_bytes_per_us, elapsed_us
 from distmega.errors import UnsupportedError
-from distmega.hostir.library.ops import compile_op, op_operands
+from distmega.hostir.library.ops import compile_op, linear_spec, op_operands
+from distmega.hostir.library.pointwise import OpFunction
 from distmega.kernels.machines import H200
 from distmega.kernels.ugraphs.geometry import GraphPlan, graph_plans, rule_plan
 from distmega.kernels.ugraphs.runner import GraphRunner
-from distmega.program.types import Program
+from distmega.program.types import Op, Program
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.optimize import Optimizer, divided_rule
 from distmega.superopt.programs import PAPER_CASES, read_case
@@ -81,9 +83,27 @@ def search(case: str) -> list[RewriteRule]:
     return optimizer.rules
 
 
-def runner(program: Program) -> Callable[[dict[str, torch.Tensor]], list[torch.Tensor]]:
-    """The program by library ops, one after another."""
-    calls = [(op, compile_op(op, {})) for op in program.ops]
+def library_function(op: Op) -> OpFunction:
+    return compile_op(op, {})
+
+
+def traced_function(op: Op) -> OpFunction:
+    """An op in a form that torch.compile traces: products side by side are an einsum, which the
+    library op writes into a view.
+    """
+    spec = linear_spec(op) if op.kind == "linear" else None
+    if spec is None or spec.batch is None or spec.bias:
+        return library_function(op)
+    letters = dict(zip(dict.fromkeys(spec.x + spec.w), ascii_lowercase, strict=False))
+    x, w, out = ("".join(letters[name] for name in part) for part in (spec.x, spec.w, spec.out))
+    return lambda operands: (torch.einsum(f"{x},{w}->{out}", *operands),)
+
+
+def runner(
+    program: Program, function_of: Callable[[Op], OpFunction] = library_function
+) -> Callable[[dict[str, torch.Tensor]], list[torch.Tensor]]:
+    """The program by library ops, or by other calls of its ops, one after another."""
+    calls = [(op, function_of(op)) for op in program.ops]
 
     def run(inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         values = dict(inputs)
@@ -174,9 +194,10 @@ def prepare(case: str, known: Sequence[RewriteRule], peers: bool, again: bool) -
     return plans
 
 
-def compiled_by_torch(program: Program) -> Any:
-    """The program by torch.compile."""
-    return torch.compile(runner(program), mode="max-autotune-no-cudagraphs", fullgraph=True)
+def compiled_by_torch(program: Program, **options: Any) -> Any:
+    """The program by torch.compile, max-autotune unless options say otherwise."""
+    options = options or {"mode": "max-autotune-no-cudagraphs"}
+    return torch.compile(runner(program, traced_function), fullgraph=True, **options)
 
 
 def prepare_all(
