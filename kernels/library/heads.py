@@ -45,8 +45,9 @@ class PartSpec:
 
 @triton.jit
 def move_part(block, x, weight, out, positions, table, sequences, row_stride, head_stride,
-              num_heads, sequence_stride, context, eps, several: tl.constexpr, own: tl.constexpr,
-              parts: tl.constexpr, i: tl.constexpr):  # fmt: skip
+              num_heads, sequence_stride, num_sequences, context, num_angles, eps,
+              several: tl.constexpr, own: tl.constexpr, parts: tl.constexpr,
+              i: tl.constexpr):  # fmt: skip
     """Heads block * part.heads and on of row program_id(0), of part i."""
     part: tl.constexpr = parts[i]
     row = tl.program_id(0).to(tl.int64)
@@ -66,18 +67,22 @@ def move_part(block, x, weight, out, positions, table, sequences, row_stride, he
     if part.rotated or part.appended:
         position = tl.load(positions + row)
     if part.rotated:
+        has_angles = known & (position >= 0) & (position < num_angles)
         angles = table + position * part.dim + at
-        cos = tl.load(angles, mask=known, other=0.0)
-        sin = tl.load(angles + middle, mask=known, other=0.0)
+        cos = tl.load(angles, mask=has_angles, other=float("nan"))
+        sin = tl.load(angles + middle, mask=has_angles, other=float("nan"))
         turned = left * cos - right * sin
         right = right * cos + left * sin
         left = turned
     if part.appended:
         to = out + (head * context + position) * part.dim + at
+        inside &= (position >= 0) & (position < context)
         if own:
             to += row * sequence_stride
         elif several:
-            to += tl.load(sequences + row) * sequence_stride
+            sequence = tl.load(sequences + row)
+            inside &= (sequence >= 0) & (sequence < num_sequences)
+            to += sequence * sequence_stride
     else:
         to = out + (row * num_heads + head) * part.dim + at
     dtype = out.dtype.element_ty
@@ -86,18 +91,19 @@ def move_part(block, x, weight, out, positions, table, sequences, row_stride, he
 
 
 @triton.jit
-def move_rows(xs, weights, outs, row_strides, head_strides, num_heads, sequence_strides, contexts,
-              positions, table, sequences, eps, several: tl.constexpr, own: tl.constexpr,
-              parts: tl.constexpr):  # fmt: skip
+def move_rows(xs, weights, outs, row_strides, head_strides, num_heads, sequence_strides,
+              sequence_counts, contexts, positions, table, num_angles, sequences, eps,
+              several: tl.constexpr, own: tl.constexpr, parts: tl.constexpr):  # fmt: skip
     """Row program_id(0) of each part; the programs of a part's heads come after those of the part
     before along program_id(1). Tuples have an element a part.
 
     xs [m, num_heads, dim], weights [dim], read: row_strides, head_strides of xs in elements, the
     last stride 1. outs, written: [m, num_heads, dim], contiguous, or a cache [num_heads, context,
     dim] of `contexts` positions, sequence_strides from one to the next if there are `several`, of
-    which a row has its `own` or the one that `sequences` says. positions, sequences: int64 [m].
-    table: f32 [t, dim], cosines, then sines. All in local memory.
-    eps: of norms. parts: PartSpec.
+    which a row has its `own` or the one of sequence_counts that `sequences` says. positions,
+    sequences: int64 [m]. table: f32 [num_angles, dim], cosines, then sines. All in local memory.
+    eps: of norms. parts: PartSpec. A row at a place that its cache does not have appends nothing;
+    one at a position without angles becomes NaN.
     """
     block = tl.program_id(1)
     start = 0
@@ -106,7 +112,8 @@ def move_rows(xs, weights, outs, row_strides, head_strides, num_heads, sequence_
         if (block >= start) & (block < start + blocks):
             move_part(block - start, xs[i], weights[i], outs[i], positions, table, sequences,
                       row_strides[i], head_strides[i], num_heads[i], sequence_strides[i],
-                      contexts[i], eps, several, own, parts, i)  # fmt: skip
+                      sequence_counts[i], contexts[i], num_angles, eps, several, own, parts,
+                      i)  # fmt: skip
         start += blocks
 
 
@@ -138,9 +145,11 @@ def move_heads(
         tuple(x.stride(1) for x in known),
         tuple(x.shape[1] for x in known),
         tuple(part.out.stride(0) if part.appends else 0 for part in parts),
+        tuple(part.out.shape[0] if part.appends else 0 for part in parts),
         tuple(part.out.shape[-2] if part.appends else 0 for part in parts),
         positions,
         nothing if table is None else table,
+        0 if table is None else len(table),
         nothing if sequences is None else sequences.contiguous(),
         eps,
         several=sequences is not None,

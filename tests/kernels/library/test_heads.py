@@ -38,10 +38,12 @@ def test_a_program_moves_words_and_spills_nothing(
     parts: tuple[PartSpec, ...], several: bool
 ) -> None:
     num = len(parts)
-    tuples = ("row_strides", "head_strides", "num_heads", "sequence_strides", "contexts")
+    tuples = ("row_strides", "head_strides", "num_heads", "sequence_strides")
+    tuples += "sequence_counts", "contexts"
     types: dict[str, object] = dict.fromkeys(tuples, ("i32",) * num)
     types |= {"xs": ("*bf16",) * num, "weights": ("*bf16",) * num, "outs": ("*bf16",) * num}
     types |= {"positions": "*i64", "table": "*fp32", "sequences": "*i64", "eps": "fp32"}
+    types["num_angles"] = "i32"
     constants = {"several": several, "own": False, "parts": parts}
     code = compile_kernel(move_rows, types, constants, 4, None, tuples)
     lines = code.ptx.splitlines()
