@@ -171,23 +171,28 @@ def attention(
     Query i sees t <= positions[i], and t > positions[i] - window where window > 0; one that sees
     nothing gives zeros. Softmax in fp32 or wider. softcap > 0: of softcap * tanh(score / softcap).
     """
-    num_rows, _, group, _ = q.shape
-    stop = min(max(0, int(positions.max()) + 1), k_cache.shape[-2])
-    start = min(max(0, int(positions.min()) + 1 - window), stop) if window else 0
-    dtype = operand_dtype(q)
-    keys, values = (cache[..., start:stop, :].to(dtype) for cache in (k_cache, v_cache))
-    mask = None
-    if num_rows > 1:
-        mask = _visible(start, stop, positions, window)
+    dtype, places = operand_dtype(q), positions.tolist()
     rows = q.to(dtype)
     if k_cache.dim() == 4:
-        mask = None if mask is None else mask[:, None, None]
-        out = _mixed(rows, keys, values, mask, scale, softcap)
-        return out.contiguous().to(q.dtype)
-    keys, values = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in (keys, values))
-    rows = rows.permute(1, 2, 0, 3)
-    out = _mixed(rows, keys, values, mask, scale, softcap)
+        # a row at a time: what it does not see may be anything, also no number
+        found = []
+        for row, *caches, place in zip(rows.split(1), k_cache, v_cache, places, strict=True):
+            span = _seen_span(k_cache.shape[-2], place, place, window)
+            keys, values = (cache[:, span].to(dtype).unsqueeze(0) for cache in caches)
+            found.append(_mixed(row, keys, values, None, scale, softcap))
+        return torch.cat(found).to(q.dtype)
+    span = _seen_span(k_cache.shape[-2], min(places), max(places), window)
+    mask = _visible(span.start, span.stop, positions, window) if len(places) > 1 else None
+    keys, values = (x[:, span].to(dtype).unsqueeze(1) for x in (k_cache, v_cache))
+    keys, values = (x.expand(-1, q.shape[2], -1, -1) for x in (keys, values))
+    out = _mixed(rows.permute(1, 2, 0, 3), keys, values, mask, scale, softcap)
     return out.permute(2, 0, 1, 3).contiguous().to(q.dtype)
+
+
+def _seen_span(context: int, lowest: int, highest: int, window: int) -> slice:
+    """Of the positions of a cache, those that some query at positions lowest to highest sees."""
+    stop = min(max(0, highest + 1), context)
+    return slice(min(max(0, lowest + 1 - window), stop) if window else 0, stop)
 
 
 def _visible(start: int, stop: int, positions: Tensor, window: int) -> Tensor:
@@ -284,8 +289,11 @@ def masked_attention(
     """As attention, over whole caches under a mask: the host need not know positions."""
     num_rows, heads, group, _ = q.shape
     dtype = operand_dtype(q)
-    keys, values, rows = (x.to(dtype) for x in (k_cache, v_cache, q))
     mask = _visible(0, k_cache.shape[-2], positions, window)
+    seen = mask[:, None, :, None] if k_cache.dim() == 4 else mask.any(0)[:, None]
+    # what nobody sees may be anything, also no number
+    keys, values = (x.to(dtype).masked_fill(~seen, 0) for x in (k_cache, v_cache))
+    rows = q.to(dtype)
     if k_cache.dim() == 4:
         mask = mask[:, None, None]
         return _mixed(rows, keys, values, mask, scale, softcap).contiguous().to(q.dtype)

@@ -37,6 +37,8 @@ KEYS = gl.constexpr(128)
 GROUPS = gl.constexpr(2)
 QUERIES = gl.constexpr(2)
 """Tiles of queries that a warp group has room for: the next item's come beside this one's work."""
+CLEARED = gl.constexpr(32)
+"""Rows of values at a time, of those that are looked through for keys that no row sees."""
 FIELDS = gl.constexpr(6)
 """Numbers by which the loader tells a warp group its part of an item."""
 NUMBERS = ("num_sequences", "context", "kv_heads", "row_stride", "window")
@@ -145,14 +147,25 @@ def find_origin(sequence, begin, packed):
 
 @gluon.jit
 def find_blocks(tile, before, length, origin, packed, spec: gl.constexpr):
-    """(first row of the item in its sequence, its position, first block of keys, last one)."""
+    """(first row of the item in its sequence, its position, first block of keys, last one). There
+    is a block of an item that sees nothing, too.
+    """
     inner = (number_items(length, spec) - 1 - (tile - before)) * spec.item_rows
     near = origin + inner
-    behind = origin + min(inner + spec.item_rows, length)
-    first = 0
+    lowest, behind = find_seen(near, length - inner, packed, spec)
+    last = max(behind - 1, 0) // KEYS
+    return inner, near, min(lowest // KEYS, last), last
+
+
+@gluon.jit
+def find_seen(near, num_rows, packed, spec: gl.constexpr):
+    """(first key that some row of an item sees, the one behind the last). near: position of its
+    first row; num_rows: of the sequence from there on.
+    """
+    lowest = near * 0
     if spec.windowed:
-        first = max(near - packed.window + 1, 0) // KEYS
-    return inner, near, first, (behind - 1) // KEYS
+        lowest = max(near - packed.window + 1, 0)
+    return lowest, min(near + min(num_rows, spec.item_rows), packed.context)
 
 
 @gluon.jit
@@ -271,13 +284,36 @@ def start_values(weights, acc, it, adds, ring, spec: gl.constexpr):
 
 
 @gluon.jit
-def hide_keys(scores, block, at, window, spec: gl.constexpr):
-    """Scores of keys behind a row, or before its window, are -inf. at: positions of rows."""
+def clear_unseen(it, block, lowest, behind, ring, spec: gl.constexpr):
+    """Zeros for values, number `it` of the ring, of keys of a block outside of lowest to behind: no
+    row of the item sees them, and what is no number would be none with a weight of 0 either. Both
+    warp groups write the same, each before it reads.
+    """
+    columns: gl.constexpr = spec.dim // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // columns, columns], [4, 1], [1, 0])
+    await_values(it, ring, spec)
+    values = ring.value_slots.index(it % spec.stages)
+    for top in gl.static_range(0, KEYS, CLEARED):
+        key = block * KEYS + top
+        if (key < lowest) | (key + CLEARED > behind):
+            part = values.slice(top, CLEARED)
+            keys = key + gl.arange(0, CLEARED, layout=gl.SliceLayout(1, layout))
+            seen = gl.expand_dims((keys >= lowest) & (keys < behind), 1)
+            part.store(gl.where(seen, part.load(layout), 0.0))
+    fence_async_shared()
+    cta_barrier()
+
+
+@gluon.jit
+def hide_keys(scores, block, at, context, window, spec: gl.constexpr):
+    """Scores of keys behind a row, behind the cache or before the row's window are -inf. at:
+    positions of rows.
+    """
     layout: gl.constexpr = scores.type.layout
     keys = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
     columns = gl.expand_dims(keys, 0)
     rows = gl.expand_dims(at, 1)
-    seen = columns <= rows
+    seen = (columns <= rows) & (columns < context)
     if spec.windowed:
         seen = seen & (columns > rows - window)
     return gl.where(seen, scores, float("-inf"))
@@ -306,7 +342,7 @@ def attend_block(q, scores, weights, acc, total, most, it, block, adds, steps, a
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     mbarrier.arrive(ring.keys_free.index(it % spec.stages), count=1)
     if masked:
-        scores = hide_keys(scores, block, at, packed.window, spec)
+        scores = hide_keys(scores, block, at, packed.context, packed.window, spec)
     powers, most, shrink = weigh(scores, most, scale)
     total = total * shrink + gl.sum(powers, 1)
     # values are there: without a branch, the next wait would be moved above what makes powers
@@ -325,7 +361,8 @@ def store_rows(acc, total, buffer, out, line, num_rows, head, row_stride, spec: 
     row of the tile.
     """
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    shares = gl.expand_dims(gl.convert_layout(1.0 / total, acc_rows), 1)
+    shares = 1.0 / gl.where(total == 0.0, 1.0, total)  # a row that sees nothing is zero
+    shares = gl.expand_dims(gl.convert_layout(shares, acc_rows), 1)
     cta_barrier()
     buffer.store((acc * shares).to(gl.bfloat16))
     cta_barrier()
@@ -355,20 +392,23 @@ def compute_items(out, packed, row_stride, scale, ring, half: gl.constexpr, spec
     line, num_rows, near, first, last, head = read_item(ring, turn, half)
     while head >= 0:
         at = near + gl.arange(0, ROWS, layout=row_layout)
+        skipped = 0 if spec.is_paired else half * ROWS
+        lowest, behind = find_seen(near - skipped, num_rows + skipped, packed, spec)
         whole = first
         if not spec.windowed:
-            whole = max((near + 1) // KEYS, first)
+            whole = max(min(near + 1, packed.context) // KEYS, first)
         slot = GROUPS * (turn % QUERIES) + half
         q = ring.query_tiles.index(slot)
 
         scores = start_scores(q, scores, it, ring, spec)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
         mbarrier.arrive(ring.keys_free.index(it % spec.stages), count=1)
-        scores = hide_keys(scores, last, at, packed.window, spec)
+        scores = hide_keys(scores, last, at, packed.context, packed.window, spec)
         most = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
         powers, most, _ = weigh(scores, most, scale)
         total = gl.sum(powers, 1)
         weights = gl.convert_layout(powers.to(gl.bfloat16), weight_layout)
+        clear_unseen(it, last, lowest, behind, ring, spec)
         it += 1
         for block in range(last - 1, max(whole, first) - 1, -1):
             scores, weights, acc, total, most = attend_block(
@@ -383,6 +423,8 @@ def compute_items(out, packed, row_stride, scale, ring, half: gl.constexpr, spec
                     scale, packed, ring, half, False, spec)  # fmt: skip
                 it += 1
                 steps += 1
+        if spec.windowed:
+            clear_unseen(it - 1, first, lowest, behind, ring, spec)
         acc = start_values(weights, acc, it - 1, last > first, ring, spec)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(ring.values_free.index((it - 1) % spec.stages), count=1)

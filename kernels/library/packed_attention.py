@@ -57,12 +57,13 @@ LONG_DIM = 128
 
 
 @triton.jit
-def attend_span(acc, total, most, q, keys, values, top, first, stop, at, scale, window, cap,
-                masked: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr,
-                num_keys: tl.constexpr):  # fmt: skip
+def attend_span(acc, total, most, q, keys, values, top, first, stop, at, lowest, behind, scale,
+                window, cap, masked: tl.constexpr, ragged: tl.constexpr, windowed: tl.constexpr,
+                capped: tl.constexpr, num_keys: tl.constexpr):  # fmt: skip
     """Keys `first` to `stop` of a sequence, whose key 0 is row `top` of keys and values, added to
     the sums of rows at positions `at`. masked: some of the keys lie behind some of the rows, or
-    before their window. scale, cap: of score_factors.
+    before their window. ragged: some lie outside of `lowest` to `behind`, so that no row sees them,
+    and may hold anything. scale, cap: of score_factors.
     """
     for start in tl.range(first, stop, num_keys):
         key = keys.load([top + start, 0])
@@ -72,6 +73,8 @@ def attend_span(acc, total, most, q, keys, values, top, first, stop, at, scale, 
         if masked:
             columns = start + tl.arange(0, num_keys)[None, :]
             seen = columns <= at[:, None]
+            if ragged:
+                seen = seen & (columns < behind)
             if windowed:
                 seen = seen & (columns > at[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
@@ -81,6 +84,9 @@ def attend_span(acc, total, most, q, keys, values, top, first, stop, at, scale, 
         shrink = tl.exp2(most - base)
         total = total * shrink + tl.sum(weights, 1)
         value = values.load([top + start, 0])
+        if ragged:  # what is no number would be none with a weight of 0 either
+            line = start + tl.arange(0, num_keys)
+            value = tl.where(((line >= lowest) & (line < behind))[:, None], value, 0.0)
         acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None])
         most = larger
     return acc, total, most
@@ -126,24 +132,33 @@ def attend_rows(q, keys, values, out, starts, positions, num_sequences, context,
                     mask=inside, other=0.0)  # fmt: skip
     at = origin + row
     near = origin + inner
-    behind = origin + tl.minimum(inner + num_rows, length)
-    first = 0
+    behind = tl.minimum(origin + tl.minimum(inner + num_rows, length), context)
+    lowest = 0
     if windowed:
-        first = tl.maximum(near - window + 1, 0) // num_keys * num_keys
-    whole = tl.maximum((near + 1) // num_keys * num_keys, first)
+        lowest = tl.maximum(near - window + 1, 0)
+    first = lowest // num_keys * num_keys
+    whole = tl.maximum(tl.minimum(near + 1, context) // num_keys * num_keys, first)
     cache = (sequence * kv_heads + head // group) * context
 
     acc = tl.zeros([num_rows, padded], tl.float32)
     total = tl.zeros([num_rows], tl.float32)
     most = tl.full([num_rows], float("-inf"), tl.float32)
-    acc, total, most = attend_span(acc, total, most, query, keys, values, cache, first, whole, at,
-                                   scale, window, cap, windowed, windowed, capped,
-                                   num_keys)  # fmt: skip
+    second = first
+    if windowed:
+        second = tl.minimum(first + num_keys, whole)
+        acc, total, most = attend_span(acc, total, most, query, keys, values, cache, first,
+                                       second, at, lowest, behind, scale, window, cap, True,
+                                       True, windowed, capped, num_keys)  # fmt: skip
+    acc, total, most = attend_span(acc, total, most, query, keys, values, cache, second, whole,
+                                   at, lowest, behind, scale, window, cap, windowed, False,
+                                   windowed, capped, num_keys)  # fmt: skip
     acc, total, most = attend_span(acc, total, most, query, keys, values, cache, whole, behind, at,
-                                   scale, window, cap, True, windowed, capped,
+                                   lowest, behind, scale, window, cap, True, True, windowed, capped,
                                    num_keys)  # fmt: skip
+    # a row that sees nothing is zero
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     to = out + (line[:, None] * (kv_heads * group) + head) * dim + column[None, :]
-    tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(to, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def attend_packed(

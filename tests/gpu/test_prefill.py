@@ -1,5 +1,6 @@
 """Prefill on one GPU: what is done to heads by one kernel, short prompts as CUDA graphs."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -107,7 +108,9 @@ def test_queries_keys_and_values_of_one_product_are_those_of_torch(
 def test_packed_attention_is_that_of_float64(
     dim: int, group: int, window: int, attend: Callable[..., torch.Tensor], softcap: float
 ):
-    """Sequences of several tiles and of one row, behind prefixes, one without rows."""
+    """Sequences of several tiles and of one row, behind prefixes, one without rows. What is seen by
+    no row is no number.
+    """
     if attend is attend_by_groups and (dim not in STAGES or softcap):
         pytest.skip(f"heads of {dim}, or soft caps, are the other kernel's")
     torch.manual_seed(0)
@@ -118,6 +121,10 @@ def test_packed_attention_is_that_of_float64(
     shape = (len(lengths), kv_heads, context, dim)
     caches = [torch.randn(shape, device="cuda").bfloat16() for _ in range(2)]
     spans = [range(start, start + num) for num, start in zip(lengths, cached, strict=True)]
+    for cache in caches:
+        for own, span in zip(cache, spans, strict=True):
+            own[:, span.stop :] = math.nan
+            own[:, : max(0, span.start + 1 - window) if window else 0] = math.nan
     positions = torch.tensor([at for span in spans for at in span], device="cuda")
     sequences = torch.tensor([i for i, span in enumerate(spans) for _ in span], device="cuda")
     starts = torch.tensor([sum(lengths[:i]) for i in range(6)], device="cuda")

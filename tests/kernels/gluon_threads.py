@@ -91,6 +91,9 @@ class Buffer:
     def index(self, number: int) -> "Buffer":
         return Buffer(self.memory[number])
 
+    def slice(self, start: int, length: int) -> "Buffer":
+        return Buffer(self.memory[start : start + int(length)])
+
     def permute(self, order: Sequence[int]) -> "Buffer":
         return Buffer(self.memory.permute(*order))
 

@@ -1,6 +1,7 @@
 """Every op kind against its formula in float64, and the forms it takes on one rank of several."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -244,6 +245,32 @@ def test_attention(positions: list[int], window: int, dtype: torch.dtype):
     torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
     assert result.dtype == dtype
     assert result.is_contiguous()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("attend", [library.attention, library.masked_attention])
+def test_what_no_row_sees_does_not_count(
+    attend: Callable[..., torch.Tensor], shared: bool, window: int, softcap: float, bad: float
+):
+    """Memory of a cache behind a sequence's end holds anything."""
+    positions = [5, 0, 8, -1, 3]
+    q = torch.randn(len(positions), 2, 3, 4)
+    caches = [torch.randn(*[] if shared else [len(q)], 2, 12, 4) for _ in range(2)]
+    seen = torch.zeros(len(q), 12, dtype=torch.bool)
+    for row, position in enumerate(positions):
+        seen[row, max(0, position + 1 - window) if window else 0 : position + 1] = True
+    unseen = ~(seen.any(0)[:, None] if shared else seen[:, None, :, None])
+    stale = [cache.masked_fill(unseen, bad) for cache in caches]
+    at = torch.tensor(positions)
+    found = attend(q, *stale, at, 0.3, window, softcap)
+    expected = attend(
+        q, *(cache.masked_fill(unseen, 0) for cache in caches), at, 0.3, window, softcap
+    )
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 9])

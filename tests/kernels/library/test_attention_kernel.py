@@ -28,17 +28,24 @@ def error_of(
     window: int = 0,
     kv_heads: int = 1,
     num_programs: int = 2,
+    context: int = 0,
 ) -> float:
     """Of the kernel's results, from those of torch in fp32. Sequences of so many rows behind so
-    many positions in their caches.
+    many positions in their caches, which need not lie in these if they are said to have `context`
+    rows. What no row sees is no number.
     """
     torch.manual_seed(0)
-    context, num_rows = max(n + c for n, c in zip(lengths, cached, strict=True)) + 3, sum(lengths)
+    longest, num_rows = max(n + c for n, c in zip(lengths, cached, strict=True)), sum(lengths)
+    context = context or longest + 3
     q = torch.randn(num_rows, kv_heads, spec.group, spec.dim).bfloat16()
     caches = [torch.randn(len(lengths), kv_heads, context, spec.dim).bfloat16() for _ in range(2)]
     spans = [range(start, start + num) for num, start in zip(lengths, cached, strict=True)]
     positions = torch.tensor([position for span in spans for position in span])
     sequences = torch.tensor([i for i, span in enumerate(spans) for _ in span])
+    for cache in caches:
+        for own, span in zip(cache, spans, strict=True):
+            own[:, max(0, span.stop) :] = math.nan
+            own[:, : max(0, span.start + 1 - window) if window else 0] = math.inf
     starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)])
     out = torch.full((num_rows * kv_heads * spec.group * spec.dim,), torch.nan).bfloat16()
     run_kernel(
@@ -81,6 +88,15 @@ def test_packed_rows_are_torchs(
     """Blocks that are masked, whole and in part; sequences without rows; prefixes; windows."""
     spec = AttentionSpec(dim=64, group=group, windowed=window > 0)
     assert error_of(lengths, cached, spec, window=window) < 0.02
+
+
+@pytest.mark.parametrize("window", [0, 60])
+@pytest.mark.parametrize("group", [1, 2])
+def test_positions_may_lie_outside_of_the_cache(group: int, window: int):
+    """Heads lie one behind the other: what is behind one's cache is another's."""
+    spec = AttentionSpec(dim=64, group=group, windowed=window > 0)
+    found = error_of((70, 200, 10), (90, -30, 500), spec, window=window, kv_heads=2, context=130)
+    assert found < 0.02
 
 
 @pytest.mark.parametrize(
