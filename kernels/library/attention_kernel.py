@@ -152,20 +152,18 @@ def find_blocks(tile, before, length, origin, packed, spec: gl.constexpr):
     """
     inner = (number_items(length, spec) - 1 - (tile - before)) * spec.item_rows
     near = origin + inner
-    lowest, behind = find_seen(near, length - inner, packed, spec)
+    behind = min(origin + min(inner + spec.item_rows, length), packed.context)
     last = max(behind - 1, 0) // KEYS
-    return inner, near, min(lowest // KEYS, last), last
+    return inner, near, min(find_lowest(near, packed, spec) // KEYS, last), last
 
 
 @gluon.jit
-def find_seen(near, num_rows, packed, spec: gl.constexpr):
-    """(first key that some row of an item sees, the one behind the last). near: position of its
-    first row; num_rows: of the sequence from there on.
-    """
+def find_lowest(near, packed, spec: gl.constexpr):
+    """The first key that a row at position `near` sees."""
     lowest = near * 0
     if spec.windowed:
         lowest = max(near - packed.window + 1, 0)
-    return lowest, min(near + min(num_rows, spec.item_rows), packed.context)
+    return lowest
 
 
 @gluon.jit
@@ -286,22 +284,23 @@ def start_values(weights, acc, it, adds, ring, spec: gl.constexpr):
 @gluon.jit
 def clear_unseen(it, block, lowest, behind, ring, spec: gl.constexpr):
     """Zeros for values, number `it` of the ring, of keys of a block outside of lowest to behind: no
-    row of the item sees them, and what is no number would be none with a weight of 0 either. Both
-    warp groups write the same, each before it reads.
+    row sees them, and what is no number would be none with a weight of 0 either. Both warp groups
+    write the same, each before it reads.
     """
-    columns: gl.constexpr = spec.dim // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // columns, columns], [4, 1], [1, 0])
-    await_values(it, ring, spec)
-    values = ring.value_slots.index(it % spec.stages)
-    for top in gl.static_range(0, KEYS, CLEARED):
-        key = block * KEYS + top
-        if (key < lowest) | (key + CLEARED > behind):
-            part = values.slice(top, CLEARED)
-            keys = key + gl.arange(0, CLEARED, layout=gl.SliceLayout(1, layout))
-            seen = gl.expand_dims((keys >= lowest) & (keys < behind), 1)
-            part.store(gl.where(seen, part.load(layout), 0.0))
-    fence_async_shared()
-    cta_barrier()
+    if (block * KEYS < lowest) | ((block + 1) * KEYS > behind):
+        columns: gl.constexpr = spec.dim // 8
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // columns, columns], [4, 1], [1, 0])
+        await_values(it, ring, spec)
+        values = ring.value_slots.index(it % spec.stages)
+        for top in gl.static_range(0, KEYS, CLEARED):
+            key = block * KEYS + top
+            if (key < lowest) | (key + CLEARED > behind):
+                part = values.slice(top, CLEARED)
+                keys = key + gl.arange(0, CLEARED, layout=gl.SliceLayout(1, layout))
+                seen = gl.expand_dims((keys >= lowest) & (keys < behind), 1)
+                part.store(gl.where(seen, part.load(layout), 0.0))
+        fence_async_shared()
+        cta_barrier()
 
 
 @gluon.jit
@@ -312,10 +311,9 @@ def hide_keys(scores, block, at, context, window, spec: gl.constexpr):
     layout: gl.constexpr = scores.type.layout
     keys = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
     columns = gl.expand_dims(keys, 0)
-    rows = gl.expand_dims(at, 1)
-    seen = (columns <= rows) & (columns < context)
+    seen = columns <= gl.expand_dims(gl.minimum(at, context - 1), 1)
     if spec.windowed:
-        seen = seen & (columns > rows - window)
+        seen = seen & (columns > gl.expand_dims(at, 1) - window)
     return gl.where(seen, scores, float("-inf"))
 
 
@@ -392,8 +390,9 @@ def compute_items(out, packed, row_stride, scale, ring, half: gl.constexpr, spec
     line, num_rows, near, first, last, head = read_item(ring, turn, half)
     while head >= 0:
         at = near + gl.arange(0, ROWS, layout=row_layout)
-        skipped = 0 if spec.is_paired else half * ROWS
-        lowest, behind = find_seen(near - skipped, num_rows + skipped, packed, spec)
+        # of the item, and of its sequence: rows between have been written
+        lowest = find_lowest(near if spec.is_paired else near - half * ROWS, packed, spec)
+        behind = min(near + num_rows, packed.context)
         whole = first
         if not spec.windowed:
             whole = max(min(near + 1, packed.context) // KEYS, first)

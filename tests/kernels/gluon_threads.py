@@ -210,6 +210,7 @@ class Program:
             "max": lambda x, dim: x.max(dim).values,
             "sum": total,
             "maximum": torch.maximum,
+            "minimum": lambda x, most: x.clamp(max=most),
             "exp2": torch.exp2,
             "full": full,
             "zeros": lambda shape, dtype, layout: full(shape, 0.0, dtype, layout),
