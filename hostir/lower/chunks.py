@@ -180,10 +180,14 @@ class _Chunker:
 
     def beside(self, tensor: str, what: str) -> str:
         """A temp of an iteration, shaped as a whole tensor is."""
-        name = f"{tensor}.{what}{self.suffix}"
-        while name in self.tensors:
-            name += "_"
+        name = self.fresh(f"{tensor}.{what}{self.suffix}")
         self.body.tensors[name] = replace(self.tensors[tensor], name=name, role="temp")
+        return name
+
+    def fresh(self, name: str) -> str:
+        """A name that no tensor has, of the program's or of this body."""
+        while name in self.tensors or name in self.body.tensors:
+            name += "_"
         return name
 
     def combine(self, name: str, combine: str, target: str, *parts: str) -> None:
@@ -250,11 +254,11 @@ class _Chunker:
 
     def enter(self, tensor: str, part: ChunkPart) -> None:
         """Gives a chunk a name and declares that."""
-        name = f"{tensor}@{self.body.index}"
         if tensor in self.chunked:
-            name = tensor + self.suffix
-        elif name in self.body.tensors:
-            name += f".{part.dim}"
+            name = self.fresh(tensor + self.suffix) if self.suffix else tensor
+        else:
+            name = f"{tensor}@{self.body.index}"
+            name = self.fresh(f"{name}.{part.dim}" if name in self.body.tensors else name)
         self.names[tensor, part] = name
         self.declare(name, tensor, part)
 
@@ -277,7 +281,7 @@ class _Chunker:
     def ring(self, op: Op, part: ChunkPart) -> GatherRing:
         target = op.writes[0].tensor
         here = self.name(target, part)
-        own, following = f"{here}.own", f"{here}.next"
+        own, following = (self.fresh(f"{here}.{what}") for what in ("own", "next"))
         for name in (own, following):
             self.declare(name, target, part)
         first = replace(self.slice(own, target, part, 0), index="")

@@ -26,7 +26,7 @@ from distmega.hostir.library.ops import run_op
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.kernels.machines import CPU
 from distmega.program.builder import ProgramBuilder
-from distmega.program.types import Program
+from distmega.program.types import Access, Program, verify_program
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import shard
 from distmega.sharding.localize import LocalProgram, localize
@@ -151,6 +151,30 @@ def random_tensors(host: HostProgram, seed: int = 0) -> dict[str, Tensor]:
 def inputs_of(step: CompiledProgram, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those of the values that are inputs of a program."""
     return {b.name: values[b.name] for b in step.host.buffers if b.role == "input"}
+
+
+def renamed(program: Program, names: Mapping[str, str]) -> Program:
+    """The program with other names of tensors and of ops."""
+
+    def operands(found: tuple[Access, ...]) -> tuple[Access, ...]:
+        return tuple(replace(a, tensor=names.get(a.tensor, a.tensor)) for a in found)
+
+    return verify_program(
+        Program(
+            name=program.name,
+            tensors=tuple(replace(t, name=names.get(t.name, t.name)) for t in program.tensors),
+            ops=tuple(
+                replace(
+                    op,
+                    name=names.get(op.name, op.name),
+                    reads=operands(op.reads),
+                    writes=operands(op.writes),
+                )
+                for op in program.ops
+            ),
+            outputs=tuple(names.get(name, name) for name in program.outputs),
+        )
+    )
 
 
 def run_program(

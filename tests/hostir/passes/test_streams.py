@@ -15,7 +15,7 @@ from distmega.program.builder import ProgramBuilder
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, replicate, shard, stream
 from distmega.sharding.planner import plan_program
-from tests.hostir.programs import require_every_wait
+from tests.hostir.programs import renamed, require_every_wait
 from tests.hostir.streams import (
     CASES,
     ONE,
@@ -283,6 +283,20 @@ def test_one_chunk_keeps_an_op_out_of_loops():
     assert "reduce" not in words(loop.body)
     assert allocated_bytes(host, "a", in_loop=False) == 768
     assert_exact(sums(), local, host)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_have_names_that_no_tensor_of_the_program_has(case: str):
+    program, mesh, marks = CASES[case]
+    _, local, host = lowered(program, mesh, marks)
+    made = {buffer.name for buffer in host.buffers} - {t.name for t in local.program.tensors}
+    assert made
+    for name in sorted(made):
+        other = next(t.name for t in program.tensors if not name.startswith(t.name))
+        clashing = renamed(program, {other: name})
+        named = {name if key == other else key: layout for key, layout in marks.items()}
+        _, local, host = lowered(clashing, mesh, named)
+        assert_exact(clashing, local, host)
 
 
 @pytest.mark.parametrize("case", CASES)
