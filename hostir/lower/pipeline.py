@@ -34,6 +34,7 @@ from distmega.hostir.ir.nodes import (
     EndCoalescing,
     ForLoop,
     HostProgram,
+    LibraryOp,
     Node,
     Peer,
     Recv,
@@ -45,6 +46,8 @@ from distmega.hostir.ir.nodes import (
     WaitSignal,
 )
 from distmega.hostir.ir.rename import Names, rename_node
+from distmega.hostir.ir.uses import shown
+from distmega.program.ops.data_movement import copy
 from distmega.program.types import Tensor
 from distmega.sharding.stages import AXIS, Stage, Transfer
 
@@ -95,6 +98,7 @@ class _Link:
         self.chunk_dims = chunk_dims if num_batches > 1 else {}
         self.credits = min(IN_FLIGHT, num_batches) if num_batches > 1 else 0
         self.results = tuple(tensor.name for tensor in stage.results)
+        self.taken = {*self.results, *(b.name for part in parts for b in part.host.buffers)}
         self.received = [t for t in stage.transfers if t.target == stage.index]
         self.sent = [t for t in stage.transfers if t.source == stage.index]
         self.sources = sorted({t.source for t in self.received if not t.final})
@@ -105,7 +109,7 @@ class _Link:
         for part in self.parts:
             self.declare_whole(part)
         body = [self.signal(source) for source in self.sources for _ in range(self.credits)]
-        body += [Allocate(buffer=name) for name in self.results]
+        body += [Allocate(buffer=n) for n in self.results if self.buffers[n].role == "temp"]
         for number, part in enumerate(self.parts):
             nodes = tuple(self.part_nodes(number, part))
             looped = ForLoop(index=CHUNK, extent=part.count, body=nodes)
@@ -132,8 +136,9 @@ class _Link:
     def declare_whole(self, part: StagePart) -> None:
         """Buffers of all micro-batches: what is cut into them, in full, and the caller's."""
         mine = part.stage.index
-        finals = [t.tensor for t in part.stage.transfers if t.target == mine and t.final]
-        here = part.host.buffer_map() | {tensor.name: tensor for tensor in finals}
+        more = [t.tensor for t in part.stage.transfers if t.target == mine and t.final]
+        more += [tensor for tensor in part.stage.results if tensor.role == "input"]
+        here = {tensor.name: tensor for tensor in more} | part.host.buffer_map()
         for buffer in here.values():
             dim = self.chunk_dims.get(buffer.name)
             if dim is not None:
@@ -151,28 +156,38 @@ class _Link:
 
     def part_nodes(self, number: int, part: StagePart) -> Iterator[Node]:
         """The nodes of one micro-batch of a part. Its streams may use what it received until they
-        join at the end, since to the part's own program that is the caller's.
+        join at the end, since to the part's own program that is the caller's. Results that only
+        show other storage there are copied.
         """
-        names = {name: f"{name}#{number}" for name in self.chunk_dims}
-        own = [b for b in map(self.as_temp, part.host.buffers) if b.role == "temp"]
-        own = [buffer for buffer in own if buffer.name not in self.results]
-        if number:
-            names |= {buffer.name: f"{buffer.name}#{number}" for buffer in own}
-        self.buffers |= {
-            names.get(b.name, b.name): replace(b, name=names.get(b.name, b.name)) for b in own
-        }
+        buffers = part.host.buffer_map()
+        own = [n for n, b in buffers.items() if self.as_temp(b).role == "temp"]
+        own = [name for name in own if name not in self.results]
+        anew = dict.fromkeys((*self.chunk_dims, *(own if number else ())))
+        names = {name: self.fresh(f"{name}#{number}") for name in anew}
+        views = {view for view, _ in filter(None, map(shown, part.host.body))}
+        copied = [name for name in self.results if name in views]
+        inside = names | {name: self.fresh(f"{name}#{number}.view") for name in copied}
 
         def name_of(name: str) -> str:
             return names.get(name, name)
 
-        yield from self.slices(number, part)
+        def name_inside(name: str) -> str:
+            return inside.get(name, name)
+
+        for name in (*own, *copied):
+            here = name_inside(name)
+            self.buffers[here] = replace(self.as_temp(buffers[name]), name=here)
+        yield from self.slices(number, part, name_of)
         flowing = [t for t in self.received if not t.final]
         alone = [t.tensor.name for t in flowing if t.tensor.name not in self.results]
         yield from (Allocate(buffer=name_of(name)) for name in alone)
         yield from _receive(flowing, name_of)
         for node in part.host.body:
             if not (isinstance(node, Allocate) and node.buffer in self.results):
-                yield rename_node(node, name_of, name_of)
+                yield rename_node(node, name_inside, name_of)
+        for name in copied:
+            given, taken = (replace(buffers[name], name=of(name)) for of in (name_inside, name_of))
+            yield LibraryOp(op=copy(taken.name, given, taken)[0])
         if part.host.num_streams > 1:
             yield from (Deallocate(buffer=name_of(name)) for name in alone)
         if self.credits:
@@ -181,13 +196,13 @@ class _Link:
         if self.credits:
             yield from map(self.signal, self.sources)
 
-    def slices(self, number: int, part: StagePart) -> Iterator[Node]:
+    def slices(self, number: int, part: StagePart, name_of: Names) -> Iterator[Node]:
         """The micro-batch's parts of what is cut into them."""
         first, here = self.parts[0].host.buffer_map(), part.host.buffer_map()
         for name, dim in self.chunk_dims.items():
             if name not in here:
                 continue
-            view = f"{name}#{number}"
+            view = name_of(name)
             self.buffers[view] = replace(here[name], name=view, role="temp")
             yield SliceView(
                 view=view,
@@ -197,6 +212,13 @@ class _Link:
                 shift=sum(before.count for before in self.parts[:number]),
                 step=first[name].shape[dim],
             )
+
+    def fresh(self, name: str) -> str:
+        """A name that no buffer has."""
+        while name in self.taken:
+            name += "_"
+        self.taken.add(name)
+        return name
 
     def signal(self, stage: int) -> Node:
         return Signal(name=FREE, peer=Peer(mesh_axis=AXIS, offset=stage))

@@ -1,8 +1,9 @@
 """Pipelines whose stages all make results, some of which later stages read, with chunks inside."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from distmega.hostir.ir.nodes import (
     StartCoalescing,
     Wait,
 )
+from distmega.hostir.ir.text import parse_host, print_host
 from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.lower.pipeline import StagePart, link_stage
 from distmega.hostir.passes.passes import run_passes
@@ -30,11 +32,10 @@ from distmega.sharding.layout.placements import Layout, stream
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from distmega.sharding.stages import split_stages
-from tests.hostir.programs import run_program
+from tests.hostir.programs import renamed, run_program
 from tests.hostir.streams import small_integers
 from tests.hostir.threads import ThreadCommunicator, Wires
 
-MESH = DeviceMesh(pp=3)
 ROWS, NUM_BATCHES = 2, 3
 
 
@@ -48,33 +49,79 @@ def rows_program(rows: int) -> Program:
     return p.build(b.map("a0 - 1", name="d"), b, c)
 
 
-def stages(marks: Mapping[str, Layout]) -> list[HostProgram]:
+def stages(
+    marks: Mapping[str, Layout],
+    build: Callable[[int], Program] = rows_program,
+    cuts: Sequence[str] = ("b", "d"),
+    sizes: Mapping[int, int] = MappingProxyType({ROWS: NUM_BATCHES}),
+) -> list[HostProgram]:
+    """sizes: number of micro-batches by their rows."""
     hosts = []
-    for index, stage in enumerate(split_stages(rows_program(ROWS), ("b", "d"))):
-        mine = {name: layout for name, layout in marks.items() if name in stage.program.outputs}
-        local = localize(plan_program(stage.program, MESH.part("pp", index), CPU, mine))
-        host = lower_program(replace(local, mesh=MESH), megakernel=False, peer_memory=False)
-        part = StagePart(stage=stage, host=host, count=NUM_BATCHES)
-        hosts.append(run_passes(link_stage([part], dict.fromkeys("xbcd", 0))))
+    mesh = DeviceMesh(pp=1 + len(cuts))
+    for index in range(1 + len(cuts)):
+        parts = []
+        for rows, count in sizes.items():
+            stage = split_stages(build(rows), cuts)[index]
+            mine = {name: layout for name, layout in marks.items() if name in stage.program.outputs}
+            local = localize(plan_program(stage.program, mesh.part("pp", index), CPU, mine))
+            host = lower_program(replace(local, mesh=mesh), megakernel=False, peer_memory=False)
+            parts.append(StagePart(stage=stage, host=host, count=count))
+        by_rows = [t.name for t in build(rows).with_role("input")]
+        by_rows += [t.name for t in stage.results]
+        hosts.append(run_passes(link_stage(parts, dict.fromkeys(by_rows, 0))))
     return hosts
+
+
+def assert_whole(hosts: Sequence[HostProgram], whole: Program) -> None:
+    """All stages have what the whole program gives."""
+    check_host(hosts)
+    assert all(parse_host(print_host(host)) == host for host in hosts)
+    tensors = small_integers(whole)
+    expected = run_program(whole, {name: x.clone() for name, x in tensors.items()})
+    mesh = hosts[0].mesh
+    wires = Wires(mesh)
+
+    def run(rank: int) -> Mapping[str, torch.Tensor]:
+        comm = ThreadCommunicator(mesh, rank, wires)
+        return Evaluator(hosts[rank], comm, {}).run(tensors)
+
+    with ThreadPoolExecutor(mesh.num_ranks) as pool:
+        for found in pool.map(run, mesh.ranks):
+            assert list(found) == list(whole.outputs)
+            assert all(torch.equal(found[name], expected[name]) for name in whole.outputs)
 
 
 @pytest.mark.parametrize("marks", [{}, {"b": stream(1, 2), "c": stream(1, 3), "d": stream(1, 2)}])
 def test_results_of_all_stages_reach_all_stages(marks: Mapping[str, Layout]):
-    hosts = stages(marks)
-    check_host(hosts)
-    whole = rows_program(ROWS * NUM_BATCHES)
-    tensors = small_integers(whole)
-    expected = run_program(whole, {name: x.clone() for name, x in tensors.items()})
-    wires = Wires(MESH)
+    assert_whole(stages(marks), rows_program(ROWS * NUM_BATCHES))
 
-    def run(rank: int) -> Mapping[str, torch.Tensor]:
-        comm = ThreadCommunicator(MESH, rank, wires)
-        return Evaluator(hosts[rank], comm, {}).run(tensors)
 
-    with ThreadPoolExecutor(MESH.num_ranks) as pool:
-        for found in pool.map(run, MESH.ranks):
-            assert all(torch.equal(found[name], expected[name]) for name in "bcd")
+def shown_program(rows: int) -> Program:
+    """a and v, a view of it, on the first stage; c on the last."""
+    p = ProgramBuilder(f"shown {rows}")
+    a = p.linear(p.input("x", (rows, 4)), p.weight("w", (6, 4)), name="a")
+    v = p.slice(a, 1, 1, 4, view=True, name="v")
+    return p.build(p.linear(a, p.weight("u", (3, 6)), name="c"), v)
+
+
+SIZES = [{2: 1}, {2: 3}, {2: 2, 1: 1}]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("cuts", [("c",), ()])
+def test_a_result_may_be_a_view(cuts: Sequence[str], sizes: Mapping[int, int]):
+    rows = sum(rows * count for rows, count in sizes.items())
+    assert_whole(stages({}, shown_program, cuts, sizes), shown_program(rows))
+
+
+@pytest.mark.parametrize("clash", ["x#0", "a#1", "v#1", "v#0.view"])
+@pytest.mark.parametrize("other", ["w", "u", "c"])
+def test_micro_batches_have_names_that_no_tensor_of_the_program_has(clash: str, other: str):
+    def build(rows: int) -> Program:
+        return renamed(shown_program(rows), {other: clash})
+
+    hosts = stages({}, build, (clash if other == "c" else "c",), {2: 2, 1: 1})
+    assert_whole(hosts, build(5))
 
 
 def one_by_one(host: HostProgram) -> HostProgram:
