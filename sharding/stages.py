@@ -5,22 +5,27 @@ Stage each, whose program any planner call takes: what comes from another stage 
 what another stage needs an output. planner.py then divides a stage's program over its own ranks,
 and hostir/lower/pipeline.py links the host programs. Next: planner.py.
 
-Where to cut: only where no state is used on both sides and no view crosses. The largest stage is
-made as small as can be, counted in the bytes that its ops move, weights above all: first by cuts
-where the least crosses, as between the layers of a model, by others only if these leave the stages
-out of balance.
+Where to cut: only where no view crosses, no state is used on both sides and nothing is written on
+both. The largest stage is made as small as can be, counted in the bytes that its ops move, weights
+above all: first by cuts where the least crosses, as between the layers of a model, by others only
+if these leave the stages out of balance.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from distmega.arguments import require_whole
 from distmega.errors import PlanError, argument, counted
 from distmega.program.types import Program, Tensor, accesses, verify_program
+from distmega.sharding.layout.aliases import alias_roots
 from distmega.sharding.search.cost import op_bytes
 
 AXIS = "pp"
 """The mesh axis of stages."""
+
+HELD = ("weight", "state")
+"""Roles of what ranks of a stage hold from call to call."""
 
 BALANCE = 1.5
 """How much larger than it need be the largest stage may be before more places are tried."""
@@ -63,9 +68,12 @@ def cut_positions(
     such as the first of each layer; none of them: any. PlanError for an unknown op or stage, where
     fixed stages go backwards, or if there are too few places to cut.
     """
+    require_whole("num_stages", num_stages, least=1, error=PlanError)
+    fixed = fixed or {}
+    if num_stages > len(program.ops) > 0:
+        raise _too_few_places(program, num_stages, fixed)
     if num_stages == 1:
         return ()
-    fixed = fixed or {}
     low, high = _bounds(program, num_stages, fixed)
     crossing, running = _crossing_bytes(program), _running_bytes(program)
     if starts and len(starts) >= num_stages - 1:
@@ -81,26 +89,28 @@ def cut_positions(
         if found and min(found)[0] <= BALANCE * ideal:
             break
     if not found:
-        raise PlanError(
-            f"{counted(num_stages, 'stage')} of program {program.name!r}"
-            + (f" with {counted(len(fixed), 'op')} fixed" if fixed else ""),
-            expected="as many places between its ops where no state and no view would be cut",
-            remedy=f"use a smaller {argument('pp')}" + (", or fix fewer ops" if fixed else ""),
-        )
+        raise _too_few_places(program, num_stages, fixed)
     return tuple(program.ops[at].name for at in min(found)[1])
 
 
+def _too_few_places(program: Program, num_stages: int, fixed: Mapping[str, int]) -> PlanError:
+    return PlanError(
+        f"{counted(num_stages, 'stage')} of program {program.name!r}"
+        + (f" with {counted(len(fixed), 'op')} fixed" if fixed else ""),
+        expected="as many places between its ops where no state and no view would be cut",
+        remedy=f"use a smaller {argument('pp')}" + (", or fix fewer ops" if fixed else ""),
+    )
+
+
 def split_stages(program: Program, cuts: Sequence[str]) -> tuple[Stage, ...]:
-    """The stages that begin with the ops named, after a first one."""
-    names = [op.name for op in program.ops]
-    missing = [name for name in cuts if name not in names]
-    if missing:
-        raise PlanError(
-            f"stages that begin with ops {missing}",
-            expected=f"ops of program {program.name!r}",
-            remedy="cut the programs of one model at the same ops",
-        )
-    bounds = [0, *(names.index(name) for name in cuts), len(names)]
+    """The stages that begin with the ops named, after a first one. PlanError unless these are ops
+    of the program in its order, or where two stages would use one state or write one tensor.
+    """
+    bounds = [0, *_positions(program, cuts), len(program.ops)]
+    used = [
+        {access.tensor for op in program.ops[start:stop] for access in accesses(op)}
+        for start, stop in pairwise(bounds)
+    ]
     home = {
         access.tensor: stage
         for stage, (start, stop) in enumerate(pairwise(bounds))
@@ -109,17 +119,48 @@ def split_stages(program: Program, cuts: Sequence[str]) -> tuple[Stage, ...]:
     }
     tensors = program.tensor_map()
     results = tuple(tensors[name] for name in program.outputs)
-    transfers = _transfers(program, bounds, home)
+    for tensor in results:
+        if tensor.role in HELD:
+            holders = (stage for stage, names in enumerate(used) if tensor.name in names)
+            home.setdefault(tensor.name, next(holders, 0))
+    transfers = _transfers(program, used, home)
     return tuple(
         Stage(
             index=stage,
-            num_stages=len(bounds) - 1,
+            num_stages=len(used),
             program=_stage_program(program, stage, bounds, home, transfers),
             transfers=transfers,
             results=results,
         )
-        for stage in range(len(bounds) - 1)
+        for stage in range(len(used))
     )
+
+
+def _positions(program: Program, cuts: Sequence[str]) -> list[int]:
+    """Places of the ops that stages begin with."""
+    places = {op.name: at for at, op in enumerate(program.ops)}
+    if any(name not in places for name in cuts):
+        raise PlanError(
+            f"stages that begin with ops {[name for name in cuts if name not in places]}",
+            expected=f"ops of program {program.name!r}",
+            remedy="cut the programs of one model at the same ops",
+        )
+    at = [0, *(places[name] for name in cuts)]
+    if any(before >= after for before, after in pairwise(at)):
+        raise PlanError(
+            f"stages that begin with ops {list(cuts)}",
+            expected="different ops behind the first, in the order of the program",
+            remedy="sort them as the program has them, and leave out its first op",
+        )
+    for name, (first, last) in _undivided(program).items():
+        cut = next((cut for cut in cuts if first < places[cut] <= last), None)
+        if cut is not None:
+            raise PlanError(
+                f"a stage that begins with op {cut!r}, where {name!r} is used on both sides",
+                expected="all uses of a state, and all writes of a tensor, in one stage",
+                remedy="cut before them or after them",
+            )
+    return at[1:]
 
 
 def _bounds(
@@ -145,6 +186,21 @@ def _bounds(
     return low, high
 
 
+def _undivided(program: Program) -> dict[str, tuple[int, int]]:
+    """First and last of the ops that must be in one stage, by what they share: uses of a state,
+    writes of a temporary, by whatever name.
+    """
+    tensors, roots = program.tensor_map(), alias_roots(program)
+    found: dict[str, tuple[int, int]] = {}
+    for at, op in enumerate(program.ops):
+        for access in accesses(op):
+            root = roots[access.tensor]
+            writes = access in op.writes and not op.is_view
+            if writes or tensors[root].role == "state":
+                found[root] = found.get(root, (at, at))[0], at
+    return found
+
+
 def _crossing_bytes(program: Program) -> list[int | None]:
     """For each op, what would cross a cut before it; None where none can be."""
     tensors = program.tensor_map()
@@ -152,18 +208,19 @@ def _crossing_bytes(program: Program) -> list[int | None]:
     uses: dict[str, list[int]] = {}
     for at, op in enumerate(program.ops):
         for access in accesses(op):
-            if tensors[access.tensor].role in ("temp", "state"):
+            if tensors[access.tensor].role == "temp":
                 uses.setdefault(access.tensor, []).append(at)
     for name in program.outputs:
         if name in uses:
             uses[name].append(uses[name][-1])
     crossing: list[int | None] = [0] * len(program.ops)
     for name, positions in uses.items():
-        rigid = tensors[name].role == "state" or name in views
         for at in range(positions[0] + 1, positions[-1] + 1):
             so_far = crossing[at]
             if so_far is not None:
-                crossing[at] = None if rigid else so_far + tensors[name].num_bytes
+                crossing[at] = None if name in views else so_far + tensors[name].num_bytes
+    for first, last in _undivided(program).values():
+        crossing[first + 1 : last + 1] = [None] * (last - first)
     return [None, *crossing[1:]]
 
 
@@ -200,24 +257,22 @@ def _balance(
 
 
 def _transfers(
-    program: Program, bounds: Sequence[int], home: Mapping[str, int]
+    program: Program, used: Sequence[Collection[str]], home: Mapping[str, int]
 ) -> tuple[Transfer, ...]:
-    """What each stage needs of an earlier one, and of results what the others lack."""
+    """What each stage needs of an earlier one, and of results what the others lack. used: tensors
+    of each stage's ops.
+    """
     tensors = program.tensor_map()
-    readers: dict[str, set[int]] = {name: set() for name in home if tensors[name].role == "temp"}
-    for stage, (start, stop) in enumerate(pairwise(bounds)):
-        for op in program.ops[start:stop]:
-            for access in op.reads:
-                if access.tensor in readers:
-                    readers[access.tensor].add(stage)
-    results = {name: set(range(len(bounds) - 1)) for name in program.outputs}
-    return tuple(
-        Transfer(
-            tensor=tensors[name], source=home[name], target=target, final=target not in reading
+    found: list[Transfer] = []
+    for name, source in home.items():
+        using = {stage for stage, names in enumerate(used) if name in names}
+        needing = {*range(len(used))} if name in program.outputs else using
+        held = using if tensors[name].role in HELD else {source}
+        found += (
+            Transfer(tensor=tensors[name], source=source, target=target, final=target not in using)
+            for target in sorted(needing - held - {source})
         )
-        for name, reading in readers.items()
-        for target in sorted((reading | results.get(name, set())) - {home[name]})
-    )
+    return tuple(found)
 
 
 def _stage_program(
@@ -231,11 +286,12 @@ def _stage_program(
     used = {access.tensor for op in ops for access in accesses(op)}
     given = {t.tensor.name for t in transfers if t.target == stage} & used
     sent = [t.tensor.name for t in transfers if t.source == stage]
-    own = [name for name in program.outputs if home.get(name) == stage]
+    held = {t.name for t in program.tensors if t.role in HELD and t.name in used}
+    own = [name for name in program.outputs if home.get(name) == stage or name in held]
     tensors = (
         Tensor(name=t.name, shape=t.shape, dtype=t.dtype, role="input") if t.name in given else t
         for t in program.tensors
-        if t.name in used
+        if t.name in used or t.name in own
     )
     num_stages = len(bounds) - 1
     return verify_program(

@@ -114,3 +114,57 @@ def test_stages_that_cannot_be_are_refused() -> None:
         cut_positions(program, 2, {"x": 1, "logits": 0})
     with pytest.raises(PlanError, match=r"stages that begin with ops \['nothing'\]"):
         split_stages(program, ("nothing",))
+    for num in (0, -1, True, 1.5):
+        with pytest.raises(PlanError, match=rf"num_stages {num}; expected"):
+            cut_positions(program, num)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="1000000000 stages of program 'decoder'"):
+        cut_positions(program, 10**9)
+
+
+def shared_program() -> Program:
+    """A state that two ops use, then a temporary that two write."""
+    p = ProgramBuilder("shared")
+    x, s = p.input("x", (2, 4)), p.state("s", (2, 4))
+    a = p.pointwise("a0 + a1", x, s, name="a")
+    p.set(a, into=s, name="keep")
+    b = a.map("a0 * 2", name="b")
+    c = b.map("a0 * 3", name="c")
+    p.set(c, into=p.slice(b, 0, 0, 2, view=True, name="shown"), name="again")
+    return p.build(b.map("a0 + 1", name="y"))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        (("a",), r"ops \['a'\]; expected different ops behind the first"),
+        (("c", "b"), "in the order of the program"),
+        (("b", "b"), "expected different ops"),
+        (("keep",), "begins with op 'keep', where 's' is used on both sides"),
+        (("b", "c"), "begins with op 'c', where 'b' is used on both sides"),
+        (("again",), "begins with op 'again', where 'b' is used on both sides"),
+    ],
+)
+def test_cuts_by_hand_that_cannot_be_are_refused(cuts: tuple[str, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        split_stages(shared_program(), cuts)
+
+
+def test_no_cut_parts_what_is_written_again() -> None:
+    program = shared_program()
+    assert cut_positions(program, 3) == ("b", "y")
+    with pytest.raises(PlanError, match="4 stages of program 'shared'"):
+        cut_positions(program, 4)
+
+
+def test_results_that_no_op_makes_reach_the_stages_that_lack_them() -> None:
+    p = ProgramBuilder("given")
+    x, s = p.input("x", (2, 4)), p.state("s", (2, 4))
+    w, unused = p.weight("w", (4, 4)), p.weight("unused", (2,))
+    y = p.linear(p.pointwise("a0 + a1", x, s, name="a"), w, name="b").map("a0 * 2", name="y")
+    stages = split_stages(p.build(y, x, s, w, unused), ("b", "y"))
+    sent = {(t.tensor.name, t.source, t.target) for t in stages[0].transfers if t.final}
+    assert sent == {
+        *(("s", 0, 1), ("s", 0, 2), ("w", 1, 0), ("w", 1, 2)),
+        *(("unused", 0, 1), ("unused", 0, 2), ("y", 2, 0), ("y", 2, 1)),
+    }
+    assert [stage.program.outputs for stage in stages] == [("a", "s", "unused"), ("b", "w"), ("y",)]

@@ -31,10 +31,11 @@ from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.layout.placements import Layout, stream
 from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
-from distmega.sharding.stages import split_stages
+from distmega.sharding.stages import cut_positions, split_stages
 from tests.hostir.programs import renamed, run_program
 from tests.hostir.streams import small_integers
 from tests.hostir.threads import ThreadCommunicator, Wires
+from tests.sharding.random_programs import random_program
 
 ROWS, NUM_BATCHES = 2, 3
 
@@ -122,6 +123,21 @@ def test_micro_batches_have_names_that_no_tensor_of_the_program_has(clash: str, 
 
     hosts = stages({}, build, (clash if other == "c" else "c",), {2: 2, 1: 1})
     assert_whole(hosts, build(5))
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_random_programs_with_what_is_overwritten(num_stages: int):
+    """States, tensors that are written again, results that no op makes."""
+    num_cut = 0
+    for seed in range(40):
+        program = random_program(seed, num_ops=8)
+        try:
+            cuts = cut_positions(program, num_stages)
+        except PlanError:
+            continue
+        num_cut += 1
+        assert_whole(stages({}, {1: program}.__getitem__, cuts, {1: 1}), program)
+    assert num_cut > 25
 
 
 def one_by_one(host: HostProgram) -> HostProgram:
