@@ -34,6 +34,9 @@ FOLDER: Path | None = cache_folder() / "plans"
 MOST_FILES = 256
 """The oldest are removed beyond. An engine of 8 ranks has some 50, of up to a few MB each."""
 
+_DIGEST_BYTES = hashlib.sha256().digest_size
+"""Of what follows in a file: a damaged pickle may be that of another value."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -128,7 +131,10 @@ def _read(path: Path, key: str) -> tuple[object] | None:
             if not own:
                 _log.warning("%s may be another user's, and is not read", path)
                 return None
-            known, value = pickle.load(file)
+            digest, data = file.read(_DIGEST_BYTES), file.read()
+        if hashlib.sha256(data).digest() != digest:
+            raise ValueError("its bytes are not those that were written")
+        known, value = pickle.loads(data)
     except FileNotFoundError:
         return None
     except Exception as error:  # a damaged file raises anything
@@ -141,8 +147,10 @@ def _write(path: Path, key: str, value: object) -> None:
     """Replaces the file in one step, so that no reader sees half of it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        data = pickle.dumps((key, value), pickle.HIGHEST_PROTOCOL)
         with replace_file(path, mode=0o600) as file:
-            pickle.dump((key, value), file, pickle.HIGHEST_PROTOCOL)
+            file.write(hashlib.sha256(data).digest())
+            file.write(data)
         _remove_oldest(path.parent)
         remove_left_parts(path.parent)
     except (OSError, pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:

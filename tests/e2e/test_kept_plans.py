@@ -116,7 +116,10 @@ def test_what_editors_and_installers_leave_is_no_file_of_distmega(tmp_path: Path
     assert [*kept_plans._files_below(tmp_path)] == before
 
 
-@pytest.mark.parametrize("damage", ["nothing in it", "half of it", "open to others", "no folder"])
+DAMAGES = ["nothing in it", "half of it", "another number", "open to others", "no folder"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_cannot_be_trusted_is_made_anew(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -129,6 +132,11 @@ def test_what_cannot_be_trusted_is_made_anew(
         assert path.stat().st_mode & 0o777 == 0o600
         if damage == "open to others":
             path.chmod(0o666)
+        elif damage == "another number":
+            data = path.read_bytes()
+            changed = data.replace((999).to_bytes(2, "little"), (998).to_bytes(2, "little"))
+            assert changed != data
+            path.write_bytes(changed)
         else:
             path.write_bytes(path.read_bytes()[: 500 if damage == "half of it" else 0])
     before = made.num
