@@ -31,7 +31,7 @@ from distmega.superopt.optimize import Optimizer, divided_rule
 from distmega.superopt.rewrite import apply_rules, graph_op, graph_program
 from distmega.superopt.rules import RewriteRule, read_rules, shipped_rules, write_rules
 from distmega.superopt.search.schedule import SearchLimits
-from tests.hostir.programs import local
+from tests.hostir.programs import local, renamed
 from tests.kernels.running import launch_all, make_ranks
 from tests.superopt import programs
 
@@ -205,6 +205,15 @@ def test_rules_are_applied_wherever_they_fit(norm_rules: list[RewriteRule]):
     inputs = inputs_of(program)
     for one, two in zip(run(made, inputs), run(program, inputs), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def test_what_rules_make_has_names_that_the_program_has_not(norm_rules: list[RewriteRule]):
+    program = blocks("f32")
+    made = apply_rules(program, norm_rules)
+    new = {op.name for op in made.ops} - {op.name for op in program.ops}
+    clashing = renamed(program, {"shared": min(new), "w2": max(new)})
+    again = apply_rules(clashing, norm_rules)
+    assert [op.kind for op in again.ops] == [op.kind for op in made.ops]
 
 
 def test_host_programs_run_rules_graphs_as_ops(norm_rules: list[RewriteRule]):
