@@ -37,7 +37,7 @@ class DeviceMesh:
     axes: tuple[tuple[str, int], ...]
     ranks: tuple[int, ...]
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, /, **sizes: int) -> None:
         """A mesh over ranks 0 to n - 1: DeviceMesh(dp=2, tp=4). MeshError for a size below 1."""
         self._fill(tuple(sizes.items()), None)
 

@@ -25,7 +25,10 @@ def test_ranks_are_row_major_by_default():
     assert list(mesh.coordinates())[6] == mesh.coordinate(6)
 
 
-@pytest.mark.parametrize("mesh", [DeviceMesh(tp=1), DeviceMesh(), DeviceMesh(a=2, b=3), GIVEN])
+ANY = (DeviceMesh(tp=1), DeviceMesh(), DeviceMesh(a=2, b=3), DeviceMesh(self=2, sizes=3), GIVEN)
+
+
+@pytest.mark.parametrize("mesh", ANY)
 def test_meshes_are_values_that_print_and_parse(mesh):
     assert DeviceMesh.parse(str(mesh)) == mesh
     assert hash(DeviceMesh.parse(str(mesh))) == hash(mesh)
