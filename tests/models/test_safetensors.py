@@ -95,6 +95,38 @@ def test_missing_tensors(copied: Path):
         open_model(str(copied))
 
 
+def save_without_head(folder: Path, *, tied: bool) -> None:
+    """The model as its class without a head saves it: no name begins with "model."."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+    weights = {
+        name.removeprefix("model."): x
+        for name, x in load_file(folder / SINGLE).items()
+        if name != "lm_head.weight"
+    }
+    save_file(weights, folder / SINGLE)
+
+
+def test_a_model_that_was_saved_without_its_head(family: Family, copied: Path):
+    save_without_head(copied, tied=True)
+    assert_same(open_model(copied), family[0])
+    save_without_head(copied, tied=False)
+    with pytest.raises(
+        ModelError,
+        match=r"holds a model without its head: it lacks lm_head\.weight; .* save it from its"
+        r" class for causal language models; or, .* set tie_word_embeddings to true",
+    ):
+        open_model(copied)
+
+
+def test_a_weight_under_both_of_its_names_is_refused(copied: Path):
+    weights = load_file(copied / SINGLE)
+    weights["norm.weight"] = weights["model.norm.weight"] + 1
+    save_file(weights, copied / SINGLE)
+    with pytest.raises(ModelError, match=r"holds 1 weight .* does not use: norm\.weight"):
+        open_model(copied)
+
+
 def test_unexpected_shape(copied: Path):
     weights = load_file(copied / SINGLE)
     weights["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(24, 48)

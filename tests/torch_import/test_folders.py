@@ -266,6 +266,23 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path):
         distmega.open_model(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "phimoe"])
+def test_a_model_that_was_saved_without_its_head(name: str, tmp_path: Path):
+    """Its names lack the prefix, also those of experts that files hold apart."""
+    model = save_model(tmp_path, name)
+    model.base_model.save_pretrained(tmp_path / "base")
+    kept = tmp_path / "base" / "config.json"
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept.write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    stored = distmega.open_model(tmp_path / "base").readers.stored
+    for each, parameter in model.base_model.named_parameters():
+        found = stored[f"{model.base_model_prefix}.{each}"]
+        torch.testing.assert_close(torch.from_numpy(found.read()), parameter.detach())
+    kept.write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    with pytest.raises(ModelError, match=r"without its head: it lacks lm_head\.weight; .* causal"):
+        distmega.open_model(tmp_path / "base")
+
+
 def save_more(folder: Path, **more: torch.Tensor) -> None:
     """Adds arrays to a saved model's file."""
     path = folder / "model.safetensors"

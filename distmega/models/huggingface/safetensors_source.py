@@ -4,6 +4,7 @@ float32 out.
 A slice reads only its own bytes. Next: sources/load.py.
 """
 
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +23,7 @@ from distmega.models.weights.tensors import (
     StoredReader,
     WeightSpec,
     check_stored,
+    some_of,
     weight_specs,
 )
 
@@ -60,10 +62,15 @@ class SafetensorsArray:
     file: _File
     name: str
 
+    @property
+    def opened(self) -> _Slice:
+        """What is known of it before it is read."""
+        return self.file.get_slice(self.name)
+
     def box(self, slices: tuple[slice, ...]) -> torch.Tensor:
         """What slices select, as stored; on the CPU, not torch's default device."""
         with torch.device("cpu"):
-            return self.file.get_slice(self.name)[slices]
+            return self.opened[slices]
 
     def read(self, ranges: tuple[Range, ...]) -> Array:
         """The box of these ranges, widened to float32."""
@@ -74,6 +81,8 @@ class SafetensorsArray:
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROWS_COMPARED = 16
+_PREFIX = "model."
+"""Of names of all weights but the head's; the model without its head is saved without it."""
 
 
 def require_tied(embedding: SafetensorsArray, head: SafetensorsArray, folder: Path) -> None:
@@ -88,27 +97,55 @@ def require_tied(embedding: SafetensorsArray, head: SafetensorsArray, folder: Pa
         )
 
 
+def no_head(missing: list[str], folder: Path) -> ModelError:
+    """The error for a folder that has all weights of a model but these of its head."""
+    return ModelError(
+        f"{folder} holds a model without its head: it lacks {some_of(missing)}",
+        expected="the weights by which it gives logits of tokens too",
+        remedy="save it from its class for causal language models; or, where its embedding is its"
+        " head, set tie_word_embeddings to true in config.json",
+    )
+
+
+def _with_prefix(
+    arrays: Mapping[str, SafetensorsArray], wanted: Container[str]
+) -> dict[str, SafetensorsArray]:
+    """Arrays by the names of the whole model's weights, also where files leave _PREFIX out."""
+
+    def whole_name(name: str) -> str:
+        prefixed = _PREFIX + name
+        lacks_it = name not in wanted and prefixed in wanted and prefixed not in arrays
+        return prefixed if lacks_it else name
+
+    return {whole_name(name): array for name, array in arrays.items()}
+
+
 def read_safetensors(folder: Path, config: ModelConfig) -> dict[str, StoredReader]:
     """A reader for each weight of the configuration; ModelError when files or weights do not fit
     it.
     """
-    arrays = open_arrays(folder, ", or name its config.json itself for random weights")
     specs = weight_specs(config).values()
     wanted = {name: shape for spec in specs for name, shape in spec.hf_arrays().items()}
+    found = open_arrays(folder, ", or name its config.json itself for random weights")
+    arrays = _with_prefix(found, wanted)
 
     def ignored(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (config.tied and name == HEAD)
 
     if config.tied and {EMBEDDING, HEAD} <= arrays.keys():
         require_tied(arrays[EMBEDDING], arrays[HEAD], folder)
-    shapes = {name: tuple(a.file.get_slice(name).get_shape()) for name, a in arrays.items()}
+    if [*wanted.keys() - arrays.keys()] == [HEAD]:
+        raise no_head([HEAD], folder)
+    shapes = {name: tuple(a.opened.get_shape()) for name, a in arrays.items()}
     check_stored(wanted, shapes, ignored, str(folder))
     for name in wanted:
-        dtype = arrays[name].file.get_slice(name).get_dtype()
+        dtype = arrays[name].opened.get_dtype()
         if dtype not in _DTYPES:
-            found = f"{name} in {folder} is of type {dtype}"
-            remedy = "convert the weights to bfloat16"
-            raise ModelError(found, expected=f"one of {', '.join(_DTYPES)}", remedy=remedy)
+            raise ModelError(
+                f"{arrays[name].name} in {folder} is of type {dtype}",
+                expected=f"one of {', '.join(_DTYPES)}",
+                remedy="convert the weights to bfloat16",
+            )
 
     def stored(spec: WeightSpec) -> StoredArray:
         parts = tuple(arrays[name] for name in spec.hf_arrays())

@@ -68,7 +68,7 @@ def _belongs(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 def _is_causal_mask(array: SafetensorsArray) -> bool:
     """Whether an array is [1, 1, n, n] of ones and zeros: what each token sees before it."""
-    shape = array.file.get_slice(array.name).get_shape()
+    shape = array.opened.get_shape()
     if len(shape) != 4 or shape[:2] != [1, 1] or shape[2] != shape[3] or shape[2] < 2:
         return False
     whole = slice(None)

@@ -26,6 +26,7 @@ from distmega.models.config import ARCHITECTURES
 from distmega.models.fields import read_json
 from distmega.models.huggingface.safetensors_source import (
     SafetensorsArray,
+    no_head,
     open_arrays,
     require_tied,
 )
@@ -201,9 +202,12 @@ class Readers(Mapping[str, Any]):
         return len(list(iter(self)))
 
 
-def _names_in_files(model: torch.nn.Module, arrays: Mapping[str, Any]) -> dict[str, str]:
+def _names_in_files(
+    model: torch.nn.Module, prefix: str, arrays: Mapping[str, Any]
+) -> dict[str, str]:
     """Name of a tensor, as the files have it or as transformers changes it for the class -> its
-    name in the files. Classes call some weights otherwise than their published files do.
+    name in the files. Classes call some weights otherwise than their published files do, and those
+    of the model without its head lack the prefix.
     """
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
@@ -213,7 +217,8 @@ def _names_in_files(model: torch.nn.Module, arrays: Mapping[str, Any]) -> dict[s
         for renaming in renamings:
             new, _ = renaming.rename_source_key(new)
         changed[new] = name
-    return changed | {name: name for name in arrays}
+    found = changed | {name: name for name in arrays}
+    return {prefix + name: array_name for name, array_name in found.items()} | found
 
 
 def _chunks_in_files(
@@ -246,9 +251,9 @@ def _chunks_in_files(
 def _stored(arrays: Mapping[str, Any], name: str) -> _Stored | None:
     """A tensor of the files, in a type that is read; None where they have none."""
     array = arrays.get(name)
-    if array is None or array.file.get_slice(name).get_dtype() not in _DTYPES:
+    if array is None or array.opened.get_dtype() not in _DTYPES:
         return None
-    return _Stored(array=array, shape=tuple(array.file.get_slice(name).get_shape()))
+    return _Stored(array=array, shape=tuple(array.opened.get_shape()))
 
 
 def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
@@ -260,7 +265,7 @@ def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
     buffers = {n: x for n, x in model.state_dict().items() if n in dict(model.named_buffers())}
     held = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    in_files = _names_in_files(model, arrays)
+    in_files = _names_in_files(model, prefix, arrays)
     chunks = _chunks_in_files(model, in_files, arrays)
     same: dict[int, list[str]] = {}
     for name, tensor in held.items():
@@ -270,7 +275,6 @@ def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
     used: set[str] = set()
     for name, tensor in held.items():
         names = [name, *same[id(tensor)]]
-        names += [each.removeprefix(prefix) for each in names]
         found = next((in_files[each] for each in names if each in in_files), None)
         if found is None and name in buffers:
             stored[name] = _Known(tensor=tensor)
@@ -292,8 +296,8 @@ def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
             continue
         used.add(found)
         array = arrays[found]
-        shape = tuple(array.file.get_slice(found).get_shape())
-        dtype = array.file.get_slice(found).get_dtype()
+        shape = tuple(array.opened.get_shape())
+        dtype = array.opened.get_dtype()
         if shape != tuple(tensor.shape) or dtype not in _DTYPES:
             raise ModelError(
                 f"{found} in {folder} is {dtype}{list(shape)}",
@@ -301,6 +305,9 @@ def read_weights(folder: Path, decoder: HfDecoder) -> Readers:
                 remedy="check that the configuration belongs to these weights",
             )
         stored[name] = _Stored(array=array, shape=shape)
+    in_head = {name for name in held if not name.startswith(prefix)}
+    if missing and {*missing} <= in_head < held.keys():
+        raise no_head(missing, folder)
     if missing:
         raise ModelError(
             f"{folder} lacks {len(missing)} of {len(held)} weights: {', '.join(missing[:3])}",
