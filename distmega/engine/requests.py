@@ -119,7 +119,7 @@ class GenerateRequest:
         max_new_tokens: Tokens after which an answer ends, unless it has ended before.
         chat: Put each prompt into the model's chat template first.
         sampling: How tokens are chosen: one for all prompts, or a tuple with one for each.
-        stop: Texts before the first of which an answer ends, which does not include it.
+        stop: Texts before which an answer ends: that which is complete first, no part of it.
         ignore_eos: Go on after tokens with which the model ends answers.
         logprobs: Each token comes with the probability that the model gave it, and with so many of
             the most likely ones; tokens then come a step at a time. None for neither.

@@ -5,8 +5,10 @@ probabilities.
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 import distmega
 from distmega.engine.ranks.answers import GrowingAnswer
@@ -14,7 +16,7 @@ from distmega.engine.ranks.jobs import generate, logprobs_of
 from distmega.engine.requests import Answer
 from distmega.errors import RequestError
 from distmega.models.sampling import GREEDY, Method, Sampling, joint_method
-from distmega.models.text.tokenizer import byte_tokenizer
+from distmega.models.text.tokenizer import Tokenizer, byte_letters, byte_tokenizer
 
 CPU_RANK = distmega.RankContext(
     rank=0, world_size=1, local_rank=0, local_world_size=1, node="here", backend="gloo",
@@ -175,12 +177,29 @@ def cut(text: str, stops: list[str]) -> str:
     return text
 
 
+class _OfLetters(Tokenizer):
+    """One that knows pairs of letters too, so that a token may bring two characters."""
+
+    def __init__(self) -> None:
+        pairs = [a + b for a in "abc" for b in "abc"]
+        tokens = [*byte_letters(), *pairs]
+        vocab = {token: number for number, token in enumerate(tokens)}
+        backend = Backend(models.BPE(vocab=vocab, merges=[(a, b) for a, b in pairs]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        super().__init__(backend)
+
+
 @given(
-    st.text("ab\u00e9", max_size=12),
-    st.lists(st.text("ab\u00e9", min_size=1, max_size=4), max_size=3),
+    st.text("abc\u00e9", max_size=12),
+    st.lists(st.text("abc\u00e9", min_size=1, max_size=4), max_size=3),
+    st.booleans(),
 )
-def test_an_answer_ends_before_a_stop_text_and_gives_out_nothing_of_it(text: str, stops: list[str]):
-    tokenizer = byte_tokenizer(288)
+@example("aabc", ["abc", "b"], True)
+def test_an_answer_ends_before_a_stop_text_and_gives_out_nothing_of_it(
+    text: str, stops: list[str], in_pairs: bool
+):
+    tokenizer = _OfLetters() if in_pairs else byte_tokenizer(288)
     answer, pieces = GrowingAnswer(tokenizer, [], (), stops), ""
     for token in tokenizer.encode(text):
         pieces += answer.push(token)

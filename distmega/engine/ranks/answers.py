@@ -55,12 +55,15 @@ class GrowingAnswer:
         )
 
     def _give_out(self, piece: str) -> str:
-        """Of what is held and this piece: all before a stop text, or before what may be one."""
+        """Of what is held and this piece: all before the stop text that is complete first, however
+        many characters come with a token, or before what may be one.
+        """
         text = self._held + piece
-        positions = [text.find(stop) for stop in self._stop]
-        if found := [position for position in positions if position >= 0]:
+        places = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if places:
             self.finish_reason, self._held = "stop", ""
-            given = text[: min(found)]
+            _, start = min(places)
+            given = text[:start]
         else:
             given = text[: len(text) - num_pending(text, self._stop)]
             self._held = text[len(given) :]
