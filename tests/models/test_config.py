@@ -281,6 +281,11 @@ def test_gguf_metadata():
     assert read_gguf_metadata(attention__sliding_window=32).windows == (32, 32)
     linear = read_gguf_metadata(rope__scaling__type="linear", rope__scaling__factor=2.0)
     assert linear.rope_scaling == RopeScaling(kind="linear", factor=2.0)
+    for older in ("rope__scale_linear", "rope__scaling__factor"):  # no type is linear
+        assert read_gguf_metadata(**{older: 2.0}).rope_scaling == linear.rope_scaling
+        assert read_gguf_metadata(**{older: 1.0}).rope_scaling == RopeScaling()
+    none = read_gguf_metadata(rope__scaling__type="none", rope__scale_linear=2.0)
+    assert none.rope_scaling == RopeScaling()
     yarn = read_gguf_metadata(
         rope__scaling__type="yarn",
         rope__scaling__factor=4.0,

@@ -6,7 +6,7 @@ there.
 """
 
 from distmega.errors import ModelError
-from distmega.models.config import MAX_LAYERS, ModelConfig, RopeScaling, unknown_architecture
+from distmega.models.config import MAX_LAYERS, ModelConfig, RopeScaling
 from distmega.models.fields import Fields
 from distmega.models.gguf.file import GgufFile
 from distmega.models.huggingface.config import yarn_mscale
@@ -23,7 +23,11 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     fields = file.metadata
     name = fields.text("general.architecture")
     if name not in _ARCHITECTURES:
-        raise unknown_architecture(name, fields.where)
+        raise ModelError(
+            f"architecture {name!r} in {fields.where} is not read from GGUF files",
+            expected=f"one of {', '.join(_ARCHITECTURES)}",
+            remedy="use the model's Hugging Face folder, where more families are read",
+        )
     hidden = fields.integer(f"{name}.embedding_length")
     num_heads = fields.integer(f"{name}.attention.head_count")
     num_layers = fields.integer(f"{name}.block_count", most=MAX_LAYERS)
@@ -70,8 +74,9 @@ def _rope_scaling(file: GgufFile, name: str, head_dim: int, max_positions: int) 
         tensor = file.tensors[ROPE_FACTORS]
         factors = file.read(tensor, tuple((0, extent) for extent in tensor.shape)).ravel()
         return RopeScaling(kind="factors", factors=tuple(factors.tolist()))
-    kind = fields.text(f"{name}.rope.scaling.type", "none")
-    factor = fields.number(f"{name}.rope.scaling.factor", 1.0)
+    older = fields.number(f"{name}.rope.scale_linear", 1.0)  # of files that name no type
+    factor = fields.number(f"{name}.rope.scaling.factor", older)
+    kind = fields.text(f"{name}.rope.scaling.type", "none" if factor in (0, 1) else "linear")
     if kind == "none":
         return RopeScaling()
     if kind == "linear":
