@@ -103,7 +103,7 @@ def read_config(name: str | PathLike[str]) -> AnyDecoder:
 
 def config_at(location: Location) -> AnyDecoder:
     """The configuration at a location; a folder's generation_config.json adds tokens that end an
-    answer. A model that our own decoders don't cover is read by transformers, where that is
+    answer, and where neither file names one they are those that the family has. A model that our own decoders don't cover is read by transformers, where that is
     installed.
     """
     if location.kind == "preset":
@@ -112,16 +112,17 @@ def config_at(location: Location) -> AnyDecoder:
         return late.config_from_gguf(late.open_gguf(location.path))
     folder = location.path if location.kind == "folder" else location.path.parent
     path = folder / _CONFIG if location.kind == "folder" else location.path
-    fields, further = read_json(path), tuple[int, ...]()
+    fields = read_json(path)
+    named = fields.token_ids("eos_token_id")
     require_target(folder / _GENERATION)
     if (folder / _GENERATION).is_file():
-        further = read_json(folder / _GENERATION).token_ids("eos_token_id")
+        named += read_json(folder / _GENERATION).token_ids("eos_token_id")
+    eos_ids = tuple(dict.fromkeys(named))
     try:
         config = late.config_from_hf(fields)
     except UnknownModelError as error:
-        ids = tuple(dict.fromkeys(fields.token_ids("eos_token_id") + further))
-        return _other_decoder(path, ids, error)
-    return replace(config, eos_ids=tuple(dict.fromkeys(config.eos_ids + further)))
+        return _other_decoder(path, eos_ids, error)
+    return replace(config, eos_ids=eos_ids or config.eos_ids)
 
 
 def _other_decoder(path: Path, eos_ids: tuple[int, ...], error: UnknownModelError) -> AnyDecoder:

@@ -181,6 +181,22 @@ def test_several_end_tokens_and_generation_config(tmp_path: Path):
     assert config.eos_ids == (7, 8, 9)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "olmoe", "gpt2", "gemma3"])
+@pytest.mark.parametrize("said", [{}, {"eos_token_id": None}])
+def test_end_tokens_that_no_file_names_are_those_of_the_family(
+    family: str, said: dict[str, object], tmp_path: Path
+):
+    inner = {"text_config": {**BASE, "model_type": "gemma3_text"}} if family == "gemma3" else {}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**BASE, **EXPERTS, "model_type": family, **inner, **said}))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    decoder = theirs.get_text_config(decoder=True)
+    ids = getattr(theirs, "eos_token_id", None) or decoder.eos_token_id
+    assert read_config(path).eos_ids == (() if ids is None else (ids,))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9]}))
+    assert read_config(path).eos_ids == (9,)
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 ZERO = -1.0 / (0.1 * math.log(4.0))
 """The mscale_all_dim by which the attention would be divided by zero."""

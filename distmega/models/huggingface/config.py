@@ -24,6 +24,7 @@ Sliding = Literal["none", "all", "last", "even"]
 on, or of those before it every other one, the first included.
 """
 
+_EOS = "eos_token_id"
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -47,11 +48,18 @@ class _Family:
     mlp_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
+    eos_ids: tuple[int, ...] = ()
 
 
 _FAMILIES = {
-    "llama": _Family(attention_bias=True, mlp_bias=True),
-    "mistral": _Family(num_kv_heads=8, max_positions=131072, slides="all", sliding_window=4096),
+    "llama": _Family(attention_bias=True, mlp_bias=True, eos_ids=(2,)),
+    "mistral": _Family(
+        num_kv_heads=8,
+        max_positions=131072,
+        slides="all",
+        sliding_window=4096,
+        eos_ids=(2,),
+    ),
     "qwen2": _Family(max_positions=32768, slides="last", sliding_window=4096, qkv_bias=True),
     "qwen3": _Family(
         attention_bias=True,
@@ -87,9 +95,15 @@ _FAMILIES = {
         slides="all",
         layer_types=False,
         experts=True,
+        eos_ids=(2,),
     ),
     "olmoe": _Family(
-        attention_bias=True, max_positions=4096, norm_eps=1e-5, qk_norm=True, experts=True
+        attention_bias=True,
+        max_positions=4096,
+        norm_eps=1e-5,
+        qk_norm=True,
+        experts=True,
+        eos_ids=(50279,),
     ),
 }
 
@@ -175,7 +189,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
         norm_top=experts.norm_top,
         shared_ffn=experts.shared_ffn,
         dense_layers=experts.dense_layers,
-        eos_ids=fields.token_ids("eos_token_id"),
+        eos_ids=fields.token_ids(_EOS) if _EOS in fields.data else family.eos_ids,
         dtype=_DTYPES.get(dtype, "f32"),
     )
 

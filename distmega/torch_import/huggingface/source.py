@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Chunk, WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -40,7 +40,8 @@ _DTYPES = ("F32", "F16", "BF16")
 
 
 def read_decoder(path: Path, eos_ids: tuple[int, ...]) -> HfDecoder:
-    """The decoder that a config.json describes. ModelError for a model with code of its own, for
+    """The decoder that a config.json describes. eos_ids: tokens that end an answer, by default those
+    of its configuration. ModelError for a model with code of its own, for
     one that transformers does not know or can't make a decoder of, and for quantised weights.
     """
     fields = read_json(path)
@@ -55,7 +56,7 @@ def read_decoder(path: Path, eos_ids: tuple[int, ...]) -> HfDecoder:
         )
     try:
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        return open_decoder(config, eos_ids=eos_ids)
+        return open_decoder(config, eos_ids=eos_ids or _end_tokens(config))
     except CaptureError as error:
         raise ModelError(error.found, expected=error.expected, remedy=error.remedy) from error
     except Exception as error:  # transformers raises errors of many kinds
@@ -65,6 +66,15 @@ def read_decoder(path: Path, eos_ids: tuple[int, ...]) -> HfDecoder:
             expected="the configuration of a decoder, as transformers writes it",
             remedy="check config.json, or use another model",
         ) from error
+
+
+def _end_tokens(config: PretrainedConfig) -> tuple[int, ...]:
+    """Those of the whole model or of its decoder, also where config.json leaves them out."""
+    for each in (config, config.get_text_config(decoder=True)):
+        found = getattr(each, "eos_token_id", None)
+        if found is not None:
+            return tuple(found) if isinstance(found, list | tuple) else (found,)
+    return ()
 
 
 def _unknown_type(kind: str, path: Path, *, own_code: bool) -> ModelError:
