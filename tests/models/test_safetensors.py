@@ -242,7 +242,7 @@ def test_shards_may_be_links_and_lie_in_folders(sharded: Path):
 
 LINKED = (
     SINGLE, INDEX, "config.json", "generation_config.json", "tokenizer.json",
-    "tokenizer_config.json", "chat_template.jinja",
+    "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from distmega.errors import ModelError, RequestError
 from distmega.models.fields import Fields, read_json
 from distmega.models.gguf.file import open_gguf
 from distmega.models.gguf.tokenizer import tokenizer_from_gguf
+from distmega.models.huggingface.tokenizer import tokenizer_from_folder
 from distmega.models.text.tokenizer import Tokenizer, byte_tokenizer
 from distmega.sources.load import ModelSource, open_model
 from distmega.sources.locate import locate_model
@@ -246,6 +247,35 @@ def test_named_chat_templates(folder: Path):
     settings = {"chat_template": named, "eos_token": {"content": "<|endoftext|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert open_model(str(folder)).tokenizer().chat_prompt([]) == "d"
+
+
+OLD = {"bos_token": "<m>", "eos_token": {"content": "</m>", "special": True}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "older"),
+    [
+        ({}, OLD),
+        ({"bos_token": "<s>", "pad_token": "<p>"}, OLD),
+        ({"bos_token": "<s>", "added_tokens_decoder": {}}, OLD),
+        ({"bos_token": None, "image_token": "<i>", "add_bos_token": True}, {}),
+        ({"extra_special_tokens": {"image_token": "<x>"}}, {}),
+        ({"extra_special_tokens": ["<x>"], "model_specific_special_tokens": {"a_token": "A"}}, OLD),
+    ],
+)
+def test_templates_find_the_special_tokens_that_transformers_gives_them(
+    folder: Path, settings: dict[str, object], older: dict[str, object]
+):
+    (folder / "chat_template.jinja").unlink()
+    names = ("bos_token", "eos_token", "pad_token", "image_token", "a_token", "add_bos_token")
+    template = "|".join(f"{{{{ {name} }}}}" for name in names)
+    kept = folder / "tokenizer_config.json"
+    kept.write_text(json.dumps({**settings, "chat_template": template}))
+    (folder / "special_tokens_map.json").write_text(json.dumps(older))
+    messages = [{"role": "user", "content": "x"}]
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = theirs.apply_chat_template(messages, tokenize=False)
+    assert tokenizer_from_folder(folder, ()).chat_prompt(messages) == expected
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"model": {"type": "Unheard"}}', "[]"])

@@ -23,8 +23,8 @@ _CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model
 _CONFIGURATIONS = (_CONFIG, "generation_config.json")
 _TOKENIZER = "tokenizer.json"
 _FILES = (
-    *_CONFIGURATIONS, _TOKENIZER, "tokenizer_config.json", "chat_template.jinja",
-    _INDEX, _SINGLE, "model-*.safetensors",
+    *_CONFIGURATIONS, _TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", _INDEX, _SINGLE, "model-*.safetensors",
 )  # fmt: skip
 """Files that the reader of a folder looks at, as patterns."""
 

@@ -10,11 +10,15 @@ from distmega.models.text.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""Tokens that templates know by these names."""
+_BY_NAME = ("extra_special_tokens", "model_specific_special_tokens")
+"""Where further special tokens are, by names of the model's own; the first may be a list."""
+_SPECIAL_MAP = "special_tokens_map.json"
 
 
 def tokenizer_from_folder(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
-    """Reads tokenizer.json, and tokenizer_config.json and chat_template.jinja where they exist."""
+    """Reads tokenizer.json, and where they exist tokenizer_config.json, chat_template.jinja and,
+    of older folders, special_tokens_map.json.
+    """
     path = folder / TOKENIZER_FILE
     require_target(path)
     if not path.is_file():
@@ -40,13 +44,32 @@ def tokenizer_from_folder(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
         backend,
         eos_ids=eos_ids,
         chat_template=_chat_template(folder, settings),
-        special_tokens={key: token for key in _SPECIAL if (token := _special(settings, key))},
+        special_tokens=_special_tokens(folder, settings),
     ).check(str(path))
 
 
 def _optional_json(path: Path) -> Fields:
     require_target(path)
     return read_json(path) if path.is_file() else Fields({}, str(path))
+
+
+def _special_tokens(folder: Path, settings: Fields) -> dict[str, str]:
+    """The text of each token that templates know by a name, as transformers gives them: those of
+    tokenizer_config.json, and of what an older folder has beside it.
+    """
+    sources = [settings]
+    sources += [
+        settings.mapping(key) for key in _BY_NAME if isinstance(settings.data.get(key), dict)
+    ]
+    if "added_tokens_decoder" not in settings:  # a newer folder says all in its settings
+        sources.append(_optional_json(folder / _SPECIAL_MAP))
+    return {
+        key: token
+        for source in sources
+        for key, value in source.data.items()
+        if key in _SPECIAL or (key.endswith("_token") and isinstance(value, str | dict))
+        if (token := _special(source, key))
+    }
 
 
 def _special(settings: Fields, key: str) -> str:
