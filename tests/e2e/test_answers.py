@@ -221,6 +221,20 @@ def test_an_end_token_is_no_text_and_what_was_held_comes_last():
     assert done.ids[-1] == 7
 
 
+def test_the_text_of_a_special_token_ends_an_answer_at_the_token():
+    """No text of an answer has it."""
+    tokenizer = byte_tokenizer(288)
+    tokenizer._backend.add_special_tokens(["<270>"])
+    answer = GrowingAnswer(tokenizer, [], (), ("<270>", "stop", "<271>"))
+    assert [answer.push(token) for token in (*tokenizer.encode("a s"), 270)] == ["a", " ", "", ""]
+    done = answer.finish()
+    assert (done.text, done.tail, done.finish_reason) == ("a s", "s", "stop")
+    answer = GrowingAnswer(tokenizer, [], (), ("<271>",))
+    assert (answer.push(271), answer.finish_reason) == ("", "stop")
+    assert tokenizer.special_id("<270>") == 270
+    assert tokenizer.special_id("<271>") is tokenizer.special_id("a") is None
+
+
 def test_rates_and_times_stand_apart():
     answer = Answer(ids=(1, 2, 3, 4), text="", tail="", num_prompt_tokens=1, finish_reason="length")
     result = distmega.GenerateResult(

@@ -21,10 +21,13 @@ class GrowingAnswer:
         eos_ids: Collection[int] = (),
         stop: Sequence[str] = (),
     ) -> None:
-        """eos_ids: tokens that end it. stop: texts that end it, and are no part of it."""
+        """eos_ids: tokens that end it. stop: texts that end it, and are no part of it; those of
+        special tokens, which no text has, end it as tokens.
+        """
         self.finish_reason: FinishReason | None = None
         self._stream, self._eos_ids = tokenizer.stream(prompt), eos_ids
-        self._stop, self._held = tuple(stop), ""
+        self._stop, self._held, self._is_cut = tuple(stop), "", False
+        self._stop_ids = {tokenizer.special_id(text) for text in stop} - {None}
         self._ids, self._text, self._num_prompt_tokens = list[int](), "", len(prompt)
         self._logprobs = list[Logprob]()
 
@@ -36,12 +39,15 @@ class GrowingAnswer:
         if token in self._eos_ids:
             self.finish_reason = "eos"
             return ""
+        if token in self._stop_ids:
+            self.finish_reason = "stop"
+            return ""
         return self._give_out(self._stream.push(token))
 
     def finish(self) -> Answer:
         """The whole answer."""
         tail = ""
-        if self.finish_reason != "stop":
+        if not self._is_cut:
             tail = self._give_out(self._stream.finish())
             tail += self._held
             self._text += self._held
@@ -61,7 +67,7 @@ class GrowingAnswer:
         text = self._held + piece
         places = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if places:
-            self.finish_reason, self._held = "stop", ""
+            self.finish_reason, self._held, self._is_cut = "stop", "", True
             _, start = min(places)
             given = text[:start]
         else:

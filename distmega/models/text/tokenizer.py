@@ -55,6 +55,14 @@ class Tokenizer:
         with _library("the model's files", (OverflowError, TypeError)):
             return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written so, which `decode` leaves out by default;
+        None for other texts.
+        """
+        number: int | None = self._backend.token_to_id(text)
+        added = self._backend.get_added_tokens_decoder() if number is not None else {}
+        return number if number in added and added[number].special else None
+
     def stream(self, context: Sequence[int] = ()) -> "TokenStream":
         """A decoder of one token at a time; context: the ids of the prompt, whose text is not
         repeated.
