@@ -323,13 +323,25 @@ def test_shards_without_index(sharded: Path):
         open_model(str(sharded))
 
 
+def test_a_single_file_beside_shards_of_before_is_the_model(sharded: Path):
+    """As transformers reads such a folder, which was saved again in another way."""
+    weights = {
+        name: x + 1 for path in sharded.glob("*.safetensors") for name, x in load_file(path).items()
+    }
+    save_file(weights, sharded / SINGLE)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(sharded)
+    assert torch.equal(theirs.state_dict()["model.norm.weight"], weights["model.norm.weight"])
+    assert_same(open_model(sharded), theirs)
+
+
 def test_no_weights(copied: Path):
     (copied / SINGLE).unlink()
     with pytest.raises(ModelError, match=r"has no \*\.safetensors file; .* for random weights"):
         open_model(str(copied))
     (copied / "pytorch_model.bin").touch()
     with pytest.raises(
-        ModelError, match=r"file, and pytorch_model\.bin is not read, .* write it by save_pretrained"
+        ModelError,
+        match=r"file, and pytorch_model\.bin is not read, .* write it by save_pretrained",
     ):
         open_model(str(copied))
     assert open_model(str(copied / "config.json")).random

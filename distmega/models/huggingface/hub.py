@@ -94,7 +94,7 @@ def _cached(name: str) -> Path | None:
 def _lacks(folder: Path, weights: bool) -> str:
     """A file that is missing; empty if none is."""
     needed = [_CONFIG]
-    if weights and (folder / _INDEX).is_file():
+    if weights and (folder / _INDEX).is_file() and not (folder / _SINGLE).is_file():
         index = read_json(folder / _INDEX).mapping("weight_map")
         needed += [_TOKENIZER, *sorted({index.text(key) for key in index.data})]
     elif weights:

@@ -155,16 +155,15 @@ def read_safetensors(folder: Path, config: ModelConfig) -> dict[str, StoredReade
 
 
 def open_arrays(folder: Path, otherwise: str = "") -> dict[str, SafetensorsArray]:
-    """All arrays of the folder by name: through the index, or of the single file, or of whatever
-    files there are. otherwise: what else can be done where there are none.
+    """All arrays of the folder by name: of the single file, as transformers has it too, or through
+    the index, or of whatever files there are. otherwise: what else can be done where there are none.
     """
     for name in (_INDEX, _SINGLE):
         require_target(folder / name)
-    if (folder / _INDEX).is_file():
+    is_single = (folder / _SINGLE).is_file()
+    if not is_single and (folder / _INDEX).is_file():
         return _open_indexed(folder)
-    paths = (
-        [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
-    )
+    paths = [folder / _SINGLE] if is_single else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise _no_weights(folder, otherwise)
     arrays: dict[str, SafetensorsArray] = {}
