@@ -14,7 +14,7 @@ import torch
 from distmega.errors import CaptureError, ProgramError
 from distmega.hostir.library.torch_types import HOLDERS, dtype_name, hold, torch_dtype
 from distmega.program.builder import Handle, ProgramBuilder
-from distmega.program.dtypes import ITEM_BYTES
+from distmega.program.dtypes import HALVES, ITEM_BYTES
 from distmega.program.types import KNOWN
 from distmega.torch_import.operators.values import (
     Constant,
@@ -121,7 +121,8 @@ class Build:
         dtype, shape: of the result, by default those of the node.
         """
         if not dtype:
-            operands = self._promoted(operands)
+            compares = self.dtype == "bool" and len(operands) == 2
+            operands = self._compared(*operands) if compares else self._promoted(operands)
         words, handles = [], list[Handle]()
         for operand in operands:
             number = uniform_value(operand)
@@ -249,18 +250,36 @@ class Build:
         return self.p.linear(self.handle(x), self.handle(w), operand, spec, name=self.name())
 
     def _promoted(self, operands: tuple[Value, ...]) -> tuple[Value, ...]:
-        """Whole numbers alone as floats, where the node's result is one: torch converts them before
-        it computes, so that nothing wraps around.
+        """Operands in the type of the node's result, where that is a float of more digits than
+        those that are no plain numbers have: torch converts them before it computes.
         """
-        types = {value_dtype(each) for each in operands if isinstance(each, TensorValue)}
-        if not is_float(self.dtype) or any(map(is_float, types)):
+        left = [each for each in operands if isinstance(each, TensorValue)]
+        types = {value_dtype(each) for each in left if uniform_value(each) is None}
+        enough = "f64" in types if self.dtype == "f64" else any(map(is_float, types))
+        if not is_float(self.dtype) or enough:
             return operands
         return tuple(
-            self.cast(each, self.dtype)
-            if isinstance(each, TensorValue) and value_dtype(each) != "bool"
-            else each
+            self._converted(each, self.dtype) if isinstance(each, TensorValue) else each
             for each in operands
         )
+
+    def _compared(self, *operands: Value) -> tuple[Value, ...]:
+        """Two operands in the type in which torch compares them."""
+        common = dtype_name(torch.result_type(*map(_like, operands)))
+        if not is_float(common):
+            return operands
+        return tuple(
+            self._converted(each, common)
+            if isinstance(each, TensorValue)
+            else torch.tensor(each, dtype=torch_dtype(common)).item()
+            for each in operands
+        )
+
+    def _converted(self, value: TensorValue, dtype: str) -> TensorValue:
+        """A tensor in a type of floats, unless it is computed with as in that type anyhow."""
+        found = value_dtype(value)
+        is_same = found == "bool" or (found in HALVES and dtype == "f32")
+        return value if is_same else self.cast(value, dtype)
 
     def _viewed(self, make: Callable[[bool], Handle]) -> Handle:
         """As a view where that is possible, otherwise as a copy."""
@@ -268,6 +287,14 @@ class Build:
             return make(True)
         except ProgramError:
             return make(False)
+
+
+def _like(value: Value) -> torch.Tensor | float:
+    """A tensor of that shape and type without values; a number as it is."""
+    if isinstance(value, bool | int | float):
+        return value
+    assert isinstance(value, TensorValue), value
+    return torch.empty(value.shape, dtype=torch_dtype(value_dtype(value)), device="meta")
 
 
 def constant_name(tensor: torch.Tensor) -> str:

@@ -306,6 +306,35 @@ def test_whole_numbers_with_floats_do_not_wrap_around(dtype: torch.dtype):
     assert not opaque_of(*functions, args=(x,))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64])
+def test_numbers_are_compared_in_the_type_in_which_torch_compares(dtype: torch.dtype):
+    """That of the tensors, to which a number is rounded before; of whole numbers a float's."""
+    whole = torch.arange(16777214, 16777220)
+    known = [torch.full((6,), 0.3, dtype=torch.float64), torch.full((6,), 16777216.0)]
+    functions = [
+        lambda x, y: (x == 0.3, x != 0.3, x <= 0.3, x > 0.3, x < 0.3, x == 3.0),
+        lambda x, y: (x == known[0], x >= known[0][:1], x < known[0][0], x == known[1]),
+        lambda x, y: (y == known[1], y == 16777216.0, y > 16777216, y == x.float() * 0 + known[1]),
+        lambda x, y: (x == (y[0] * 0 + 0.3), y <= x, (x > 0) == 1.0, (x > 0) != (y > 0)),
+        lambda x, y: (F.hardshrink(x.half(), 0.3), F.threshold(x.bfloat16(), 0.3, 7.0)),
+    ]
+    x = torch.tensor([0.3, -0.3, 0.0, 3.0, 16777216.0, 16777217.0]).to(dtype)
+    assert not opaque_of(*functions, args=(x, whole))
+
+
+def test_known_numbers_of_more_digits_than_what_they_meet():
+    """A tensor of equal numbers, which stands as one number in an expression."""
+    known = torch.full((6,), 0.1, dtype=torch.float64)
+    functions = [
+        lambda x: (x * known, known - x, x / known[:1], torch.where(x > 0, x, known)),
+        lambda x: (x.half() * known, x.long() * known, (x > 0) * known, x.abs() ** known),
+        lambda x: (torch.maximum(x, known), x.clamp(known), x * known[0], x.bfloat16() + known),
+    ]
+    found = distmega.capture(Calls(*functions), (X,)).compile()(X)
+    for mine, function in zip(found, functions, strict=True):
+        assert_close(mine, list(function(X)), 1e-14)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_logarithms_of_powers_are_whole(dtype: torch.dtype):
     powers = torch.cat([2.0 ** torch.arange(-40.0, 41.0), 10.0 ** torch.arange(-30.0, 31.0)])
