@@ -31,6 +31,7 @@ HOLDERS: dict[torch.dtype, torch.dtype] = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
+    torch.complex32: torch.float16,
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
     torch.float8_e4m3fn: torch.float32,

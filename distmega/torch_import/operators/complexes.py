@@ -22,10 +22,10 @@ Pair = tuple[TensorValue, TensorValue]
 
 
 def is_complex(value: Value) -> bool:
-    """Whether a value is a tensor of complex numbers."""
+    """Whether a value is a tensor of complex numbers, or one of them."""
     if isinstance(value, Constant):
         return value.tensor.is_complex()
-    return isinstance(value, Foreign) and value.dtype in COMPLEX
+    return isinstance(value, complex) or (isinstance(value, Foreign) and value.dtype in COMPLEX)
 
 
 def _parts(b: Build, value: Any) -> Pair:

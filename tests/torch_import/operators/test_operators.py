@@ -347,11 +347,14 @@ def test_a_root_of_what_is_not_finite():
     assert not opaque_of(*roots, args=(torch.tensor([4.0, 0.0, -1.0, math.inf, -math.inf]),))
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_complex_numbers_made_of_others():
     functions = [
         lambda x: (x.to(torch.complex64) * 1j, x.to(torch.complex128), torch.fft.fft2(x)),
         lambda x: ((x > 0).to(torch.complex64) * x, x.long().to(torch.complex64) * 2.0),
         lambda x: (x.sum().long().to(torch.complex64), x.sum().to(torch.complex64)),
+        lambda x: (x == 1j, x != 2 + 0j, torch.where(x > 0, 1j, x), x - 1j),
+        lambda x: (torch.complex(x.half(), x.half()), torch.complex(x.half(), x.half())[1:] * 2),
     ]
     opaque_of(*functions, args=(X,))
 
