@@ -23,7 +23,12 @@ T = TypeVar("T")
 DTYPES = {str(dtype): dtype for dtype in (*TORCH_DTYPES.values(), *HOLDERS)}
 _FORMATS = {
     str(each): each
-    for each in (torch.contiguous_format, torch.preserve_format, torch.channels_last)
+    for each in (
+        torch.contiguous_format,
+        torch.preserve_format,
+        torch.channels_last,
+        torch.channels_last_3d,
+    )
 }
 _OF_NUMBERS = {
     "builtins": (
@@ -65,6 +70,12 @@ def encode_value(value: object, special: Callable[[object], object]) -> object:
         return {"dtype": str(value)}
     if isinstance(value, torch.memory_format):
         return {"format": str(value)}
+    if isinstance(value, torch.dtype):
+        raise ProgramError(
+            f"the type {value} of an argument",
+            expected=f"a type that is held: {', '.join(DTYPES)}",
+            remedy="convert to one of these in the module",
+        )
     raise ProgramError(
         f"an argument {value!r} of type {type(value).__name__}",
         expected="tensors, numbers, texts, dtypes, and lists of these",

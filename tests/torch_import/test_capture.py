@@ -545,10 +545,23 @@ def test_types_that_programs_lack_pass_through():
 
 
 @pytest.mark.parametrize(
+    ("shape", "order"),
+    [((1, 2, 3, 4), torch.channels_last), ((1, 2, 3, 4, 5), torch.channels_last_3d)],
+)
+def test_orders_of_dims_in_memory_pass_through(shape: tuple[int, ...], order: torch.memory_format):
+    class Videos(nn.Module):
+        def forward(self, image: Tensor) -> Tensor:
+            return image.contiguous(memory_format=order) + 1
+
+    check_module(Videos(), (torch.randint(0, 9, shape, dtype=torch.uint8),))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize(
     "dtype",
     [
         *(torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.bool),
-        *(torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.complex32, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
     ],
     ids=str,
 )

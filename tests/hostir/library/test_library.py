@@ -625,3 +625,5 @@ def test_what_torch_lacks_or_text_can_not_hold_is_named():
         find_operator("aten.nothing.default")
     with pytest.raises(ProgramError, match=r"an argument .* of type object"):
         encode_call([object()], {}, lambda value: None)
+    with pytest.raises(ProgramError, match=r"the type torch.uint64 of .* held: .*torch\.uint8"):
+        encode_call([torch.uint64], {}, lambda value: None)
