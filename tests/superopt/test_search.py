@@ -17,6 +17,7 @@ from distmega.superopt.search.laws import saturate
 from distmega.superopt.search.schedule import SearchLimits
 from distmega.superopt.search.search import Candidate, Search
 from distmega.superopt.search.terms import output_terms
+from tests.calls import num_calls
 from tests.superopt import programs
 
 QUICK = SearchLimits(num_scheduled=60, num_kept=40)
@@ -158,6 +159,34 @@ def test_recipes_come_once_and_within_the_bound(build):
         sizes[bound] = {frozenset(r.steps) for r in recipes}
     assert sizes[least] <= sizes[least + 1] <= sizes[least + 2]
     assert sizes[least + 2]
+
+
+def test_a_class_that_becomes_another_while_its_users_are_compared():
+    """f(a) = f(b) = b follows from a = b, and then the class of f(a), which has more users, stays."""
+    graph = EGraph()
+    a, b = (graph.add("input", (name, (("m",),))) for name in "ab")
+    of_a, of_b = (graph.add("call", "relu(a0)", x) for x in (a, b))
+    graph.merge(of_b, b)
+    for text in ("sin(a0)", "cos(a0)", "abs(a0)", "erf(a0)"):
+        graph.add("call", text, of_a)
+    powers = [graph.add("exp", None, x) for x in (a, b)]
+    graph.rebuild()
+    graph.merge(a, b)
+    graph.rebuild()
+    assert len({*map(graph.find, (a, b, of_a, of_b))}) == 1
+    assert len({*map(graph.find, powers)}) == 1
+
+
+def test_differences_of_equals_fill_no_graph():
+    """x less its mean, along one element: nobody knows that it is 0, but for the laws of 0."""
+    p = ProgramBuilder("one")
+    x, w, b = p.input("x", (64, 1)), p.weight("w", (1,)), p.weight("b", (1,))
+    program = p.build(p.layer_norm(x, w, b, 1e-5))
+    graph = EGraph(3000)
+    for term in output_terms(program, find_axes(program)).values():
+        graph.add_term(term)
+    assert num_calls(lambda: saturate(graph)) < 2_000_000
+    assert graph.num_nodes < 2 * graph.max_nodes
 
 
 def test_candidates_are_faster_than_the_program_and_cost_what_is_said():

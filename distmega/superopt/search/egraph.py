@@ -27,7 +27,7 @@ class EGraph:
     _nodes: dict[int, dict[Node, None]] = field(default_factory=dict)
     _uses: dict[int, dict[Node, int]] = field(default_factory=dict)
     _axes: dict[int, frozenset[str]] = field(default_factory=dict)
-    _dirty: list[int] = field(default_factory=list)
+    _dirty: dict[int, None] = field(default_factory=dict)
 
     @property
     def num_nodes(self) -> int:
@@ -119,19 +119,21 @@ class EGraph:
         self._parents[b] = a
         self._nodes[a].update(self._nodes.pop(b))
         self._uses[a].update(self._uses.pop(b))
-        self._dirty.append(a)
+        for number in (a, b):
+            self._dirty.pop(number, None)
+        self._dirty[a] = None
         return True
 
     def rebuild(self) -> None:
         """Restores that equal operands make equal nodes; called after merges."""
         while self._dirty:
-            number = self.find(self._dirty.pop())
+            number, _ = self._dirty.popitem()
             for node, owner in list(self._uses[number].items()):
                 new = self.canonical(node)
                 owner = self.find(owner)
                 if new != node:
                     self._ids.pop(node, None)
-                    self._uses[number].pop(node, None)
+                    self._uses[self.find(number)].pop(node, None)
                     held = self._nodes[owner]
                     held.pop(node, None)
                     held[new] = None

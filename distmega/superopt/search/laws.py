@@ -30,7 +30,7 @@ def saturate(graph: EGraph) -> int:
         work = [(c, node) for c in graph.classes() for node in graph.nodes(c)]
         for owner, node in work:
             for law in LAWS.get(node[0], ()):
-                for equal in list(law(graph, owner, node)):
+                for equal in _bounded(graph, law(graph, owner, node)):
                     graph.merge(owner, equal)
                 if graph.is_full:
                     graph.rebuild()
@@ -39,6 +39,18 @@ def saturate(graph: EGraph) -> int:
         if (graph.num_nodes, len(graph.classes())) == before:
             return number + 1
     return MAX_ROUNDS
+
+
+def _bounded(graph: EGraph, equals: Iterator[int]) -> list[int]:
+    """What a law gives, until it alone has made as many nodes as a graph may have: of a large class
+    it looks at all pairs of nodes.
+    """
+    found, most = [], graph.num_nodes + graph.max_nodes
+    for equal in equals:
+        found.append(equal)
+        if graph.num_nodes >= most:
+            break
+    return found
 
 
 def _of(graph: EGraph, number: int, op: str) -> list[Node]:
