@@ -6,7 +6,7 @@ each. Next: verify.py.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -273,12 +273,13 @@ class EventGraph:
         """The tasks that run, of one op or of all, in program order. ProgramError for a symbol
         outside its bounds, for one or an op that there isn't, and for starts of other groups.
         """
-        self._require(known)
+        self._require(known, self.symbols)
         if op not in ("", *self.grid_of):
             raise _no_tasks(op, self.program)
         return [task for task in self.all_tasks() if op in ("", task[0]) and self.runs(task, known)]
 
-    def _require(self, known: RunTime) -> None:
+    def _require(self, known: RunTime, needed: Iterable[str] = ()) -> None:
+        """ProgramError for what doesn't fit the graph, or is needed and not given."""
         require(known, RunTime, "known", "a RunTime")
         for name, given in known.symbols.items():
             if name not in self.symbols:
@@ -287,8 +288,8 @@ class EventGraph:
                     expected=f"symbols among {', '.join(self.symbols) or 'none'}",
                     remedy="leave it out, or compile with it",
                 )
-        for name, most in self.symbols.items():
-            value = known.symbols.get(name)
+        for name in {**known.symbols, **dict.fromkeys(needed)}:
+            value, most = known.symbols.get(name), self.symbols[name]
             if type(value) is not int or not 0 <= value <= most:
                 raise ProgramError(
                     f"symbol {name!r} is {value!r}",
@@ -340,8 +341,7 @@ class EventGraph:
                 expected=f"events of {', '.join(self.sources_of)}, each with its coordinates",
                 remedy="take one of `waits` or `triggers`",
             )
-        require(known, RunTime, "known", "a RunTime")
-        self._require_groups(known)
+        self._require(known)
         return self.num_triggers(event, known)
 
     def num_triggers(self, event: EventId, known: RunTime) -> int:

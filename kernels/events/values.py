@@ -161,17 +161,23 @@ class RunTime:
         require(self.at, Mapping, "at", "coordinates by mesh axis")
 
     def symbol(self, name: str) -> int:
-        """The value of a symbol; ProgramError if it has none."""
-        return _given(self.symbols, name, "symbol")
+        """The value of a symbol; ProgramError if it has none, or none that an extent can have."""
+        value = _given(self.symbols, name, "symbol")
+        if type(value) is not int or value < 0:
+            raise ProgramError(
+                f"symbol {name!r} is {value!r}",
+                expected="a whole number of at least 0",
+                remedy="give its extent",
+            )
+        return value
 
     def coordinate(self, axis: str) -> int:
         """The rank's place along a mesh axis; ProgramError if it has none."""
         return _given(self.at, axis, "coordinate")
 
     def rows(self, starts: str) -> list[int]:
-        """Rows of each group; ProgramError where nothing is known of them."""
-        bounds = _given(self.starts, starts, "starts")
-        return [stop - start for start, stop in pairwise(bounds)]
+        """Rows of each group; ProgramError as of `bounds`."""
+        return [stop - start for start, stop in pairwise(self.bounds(starts))]
 
     def bounds(self, starts: str) -> list[int]:
         """The start of each group and the end of the last; ProgramError where they are not known,

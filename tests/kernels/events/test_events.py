@@ -487,6 +487,17 @@ def test_what_is_known_at_run_time_fits(known: RunTime, message: str):
         graph.running(known)
     with pytest.raises(ProgramError, match="tasks of 'Q'"):
         graph.running(RunTime(symbols={"B": 5}), "Q")
+    with pytest.raises(ProgramError, match=message if known.symbols else "'B' without a value"):
+        graph.count(graph.triggers["P", 0][0], known)
+
+
+@pytest.mark.parametrize("value", [-1, 2.0, "5", True, None])
+def test_an_extent_of_a_symbol_that_is_no_extent(value: object):
+    tilings = {"P": {"i0": 1}, "C": {"m": 1}}
+    graph = analyse_events(rows_and_heads(), tilings, symbols={"B": ("x", 0)})
+    (extent,) = graph.events[0].extents
+    with pytest.raises(ProgramError, match=f"symbol 'B' is {value!r}; expected a whole number"):
+        extent.value(RunTime(symbols={"B": value}))  # type: ignore[dict-item]
 
 
 def test_starts_that_do_not_fit_are_named():
