@@ -10,9 +10,10 @@ from distmega.superopt.graph.axes import find_axes
 from distmega.superopt.graph.cost import graph_us, program_us
 from distmega.superopt.graph.text import print_graph
 from distmega.superopt.graph.ugraph import BlockOp, Kernel, UGraph, rescalings
+from distmega.superopt.programs import read_case
 from distmega.superopt.proof.equivalence import prove
 from distmega.superopt.search.egraph import EGraph
-from distmega.superopt.search.generate import Generator
+from distmega.superopt.search.generate import Forms, Generator
 from distmega.superopt.search.laws import saturate
 from distmega.superopt.search.schedule import SearchLimits
 from distmega.superopt.search.search import Candidate, Search
@@ -162,7 +163,7 @@ def test_recipes_come_once_and_within_the_bound(build):
 
 
 def test_a_class_that_becomes_another_while_its_users_are_compared():
-    """f(a) = f(b) = b follows from a = b, and then the class of f(a), which has more users, stays."""
+    """a = b makes f(a) and f(b) one, which is b: the class of f(a) has more users, and stays."""
     graph = EGraph()
     a, b = (graph.add("input", (name, (("m",),))) for name in "ab")
     of_a, of_b = (graph.add("call", "relu(a0)", x) for x in (a, b))
@@ -187,6 +188,15 @@ def test_differences_of_equals_fill_no_graph():
         graph.add_term(term)
     assert num_calls(lambda: saturate(graph)) < 2_000_000
     assert graph.num_nodes < 2 * graph.max_nodes
+
+
+def test_forms_that_are_not_kept_are_not_made():
+    """Of 24 forms of each of two operands few pairs are among the 24 of the fewest functions."""
+    program = read_case("ntrans hidden=64 rows=1")
+    graph = EGraph(700)
+    roots = [graph.add_term(t) for t in output_terms(program, find_axes(program)).values()]
+    saturate(graph)
+    assert num_calls(lambda: Forms(graph, [graph.find(root) for root in roots])) < 220_000
 
 
 def test_candidates_are_faster_than_the_program_and_cost_what_is_said():

@@ -7,10 +7,10 @@ part of the target by the laws, and what can't be any more is never looked at. A
 value however it was found, so that no recipe comes twice. Next: schedule.py.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 
 from distmega.superopt.search.egraph import EGraph, Node
 from distmega.superopt.search.terms import Data
@@ -116,12 +116,17 @@ class Forms:
                     changed.add(number)
 
     def _grow(self, number: int, node: Node, found: dict[frozenset[int], Form]) -> None:
-        """Adds the forms that a node makes of its operands'."""
+        """Adds the forms that a node makes of its operands', but those of more functions than as
+        many as are kept have.
+        """
         op, data, args = node
+        costs = sorted(form.cost for form in found.values())
+        most = costs[MAX_FORMS - 1] if len(costs) >= MAX_FORMS else math.inf
         for text, parts in _templates(self._graph, op, data, args, self._nodes):
-            for picked in product(*(self._forms[part].values() for part in parts)):
+            forms = [list(self._forms[part].values()) for part in parts]
+            for inner, picked in _picks(forms, most - 1):
                 reads = frozenset[int]().union(*(form.reads for form in picked))
-                cost = 1 + sum(form.cost for form in picked)
+                cost = 1 + inner
                 known = found.get(reads)
                 if number not in reads and (known is None or cost < known.cost):
                     found[reads] = Form(cost, reads, text, picked)
@@ -145,6 +150,20 @@ class Forms:
                     if inner == "mul" and all(self._graph.constant(x) is None for x in pair):
                         found[OpChoice("contract", axes, tuple(sorted(pair)))] = None
         return sorted(choice for choice in found if number not in choice.args)
+
+
+def _picks(forms: Sequence[Sequence[Form]], most: float) -> Iterator[tuple[int, tuple[Form, ...]]]:
+    """One form of each operand, of at most so many functions together, and how many these are.
+    forms: of each operand, those of the fewest functions first.
+    """
+    if not forms:
+        yield 0, ()
+        return
+    for form in forms[0]:
+        if form.cost > most:
+            return
+        for cost, others in _picks(forms[1:], most - form.cost):
+            yield form.cost + cost, (form, *others)
 
 
 def _templates(
