@@ -42,6 +42,7 @@ from distmega.kernels.pipelined.operands import FLOATS, WHOLE, require_exprs, re
 from distmega.kernels.pipelined.pointwise.exprs import formula_of
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.runtime.gpus import is_hopper, made_current
+from distmega.kernels.runtime.memory import has_tma_rows, tma_rows
 from distmega.program.expr import Expr, num_args
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.pairs import PairKind
@@ -88,7 +89,7 @@ def matmul(
         else:
             extents = replace(_extents(a, b), columns=2 * shape[1])
             tiles = choose_mixed_tiles(extents, rates, apart=other is not None)
-    if tiles is None or not (out is None or late.start.can_store(out)):
+    if tiles is None or not (out is None or has_tma_rows(out)):
         if formula is None:
             return torch.mm(a, b.T, out=out)
         if other is None:
@@ -100,8 +101,8 @@ def matmul(
     result = a.new_empty(shape) if out is None else out
     with made_current(a.device):
         spec = start.plain_spec(tiles, formula, apart=other is not None)
-        below = None if other is None else start.aligned(other)
-        operands = start.aligned(a), start.aligned(b), result
+        below = None if other is None else tma_rows(other)
+        operands = tma_rows(a), tma_rows(b), result
         start.launch_matmul(*operands, spec, tiles.group, other=below)
     return result
 
@@ -151,9 +152,9 @@ def all_gather_matmul(
         if choice.means == "peer":
             whole = late.peer_collectives.all_gather(own, workspace, is_final=is_final)
             return mix_columns(torch.mm(whole, b.T), formula)
-        gather, start = late.overlap.all_gather_matmul, late.start
+        gather = late.overlap.all_gather_matmul
         mixed = formula if extents.columns % MIXED_COLUMNS == 0 else None
-        operands = start.aligned(own), start.aligned(b), workspace, choice
+        operands = tma_rows(own), tma_rows(b), workspace, choice
         made = gather(*operands, mixes=mixed, is_final=is_final)
         return made if mixed is not None else mix_columns(made, formula)
     full = own.new_empty(extents.rows, extents.depth)
@@ -190,7 +191,7 @@ def matmul_reduce_scatter(
         workspace = _workspace(workspace, comm, axis, 4 * a.shape[0] * b.shape[0])
         if choice.means == "peer":
             return late.peer_collectives.matmul_reduce_scatter(a, b, workspace)
-        a, b = late.start.aligned(a), late.start.aligned(b)
+        a, b = tma_rows(a), tma_rows(b)
         return late.overlap.matmul_reduce_scatter(a, b, workspace, choice)
     partial = torch.mm(a, b.T)
     result = partial.new_empty(extents.rows // extents.num_ranks, extents.columns)
@@ -227,7 +228,7 @@ def matmul_all_reduce(
             sizes = extents.rows, extents.columns, extents.num_ranks
             borrow |= late.peer_collectives.is_pushed(*sizes)
         else:
-            a, b = late.start.aligned(a), late.start.aligned(b)
+            a, b = tma_rows(a), tma_rows(b)
             result = late.overlap.matmul_all_reduce(a, b, workspace, choice)
         return result if borrow else result.clone()
     partial = torch.mm(a, b.T)

@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from distmega.hostir.library import experts as library
 from distmega.hostir.library.torch_types import dtype_name
 from distmega.kernels.events import GroupTiles, drains_groups_faster
-from distmega.kernels.gemm.device.start import aligned, plain_spec
+from distmega.kernels.gemm.device.start import plain_spec
 from distmega.kernels.gemm.device.start_groups import launch_groups
 from distmega.kernels.gemm.times.matmul_ways import STAGES
 from distmega.kernels.gemm.times.tile_times import Tiles
@@ -36,6 +36,7 @@ from distmega.kernels.library.limits import GROUP_ALIGNED, GROUP_DTYPES, has_til
 from distmega.kernels.pipelined.api import pointwise_results
 from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
+from distmega.kernels.runtime.memory import tma_rows
 from distmega.program.expr import Expr
 from distmega.program.ops.experts import GroupRange, keep_groups
 
@@ -165,7 +166,7 @@ def grouped_linear(
         return out.zero_()
     offsets = offsets.contiguous()
     # copies where TMA can't address them: torch would ask the host for rows, which breaks graphs
-    rows, matrices = aligned(x.contiguous()), aligned(w.contiguous().view(-1, w.shape[2]))
+    rows, matrices = tma_rows(x.contiguous()), tma_rows(w.contiguous().view(-1, w.shape[2]))
     mean = mean_rows(x.shape[0], groups.num)
     if schedule == "auto" and mean > MANY_ROWS and _fits_matmul(x, offsets, w):
         spec = plain_spec(_matmul_tiles(min(STAGES) if mean <= WIDE_ROWS else max(STAGES)))
@@ -219,9 +220,9 @@ def mix_groups(
         return mixed
     out = torch.empty(x.shape[0], upper.shape[1], dtype=x.dtype, device=x.device)
     spec = plain_spec(_matmul_tiles(max(STAGES)), formula, apart=True)
-    matrices = [aligned(w.contiguous().view(-1, w.shape[2])) for w in (upper, lower)]
+    matrices = [tma_rows(w.contiguous().view(-1, w.shape[2])) for w in (upper, lower)]
     starts = offsets[groups.first :].contiguous()
-    launch_groups(aligned(x.contiguous()), matrices, out, starts, here, spec)
+    launch_groups(tma_rows(x.contiguous()), matrices, out, starts, here, spec)
     return out
 
 

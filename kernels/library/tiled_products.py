@@ -27,6 +27,7 @@ from distmega.kernels.library.small_tiles import ALIGNED, SmallTiles, choose_sma
 from distmega.kernels.pipelined.pointwise.formula import evaluate
 from distmega.kernels.runtime.ahead import launch
 from distmega.kernels.runtime.gpus import is_hopper, num_sms
+from distmega.kernels.runtime.memory import has_tma_rows
 from distmega.program import expr
 from distmega.program.expr import Expr
 from distmega.program.types import Op
@@ -186,7 +187,7 @@ class TiledProduct:
             partials = torch.empty(size, dtype=torch.float32, device=x.device)
             counts = self._zeros(num_tiles, x.device)
         turned = x.stride(1) != 1
-        by_tma = not turned and has_whole_rows(x) and has_whole_rows(w)
+        by_tma = not turned and has_tma_rows(x) and has_tma_rows(w)
         row, step = x.stride()
         unit = unit_of(depth, step if turned else row, w.stride(0))
         blocks = (tiles.rows, tiles.depth), (tiles.columns, tiles.depth)
@@ -217,12 +218,6 @@ class TiledProduct:
             if not (on_gpu and torch.cuda.is_current_stream_capturing()):
                 self._counts[stream, num] = found
         return found
-
-
-def has_whole_rows(x: Tensor) -> bool:
-    """Whether TMA can address x [rows, columns] as it lies."""
-    aligned = x.stride(0) % ALIGNED == 0 and x.data_ptr() % 16 == 0
-    return x.stride(1) == 1 and aligned
 
 
 def unit_of(*numbers: int) -> int:

@@ -77,6 +77,26 @@ def packed(x: Tensor, num_bytes: int = ACCESS_BYTES) -> Tensor:
     return x.clone() if shifted else x
 
 
+def has_tma_rows(x: Tensor, stride: int | None = None, length: int | None = None) -> bool:
+    """Whether TMA can address x [rows, columns] as it lies, or as rows of `length` elements,
+    `stride` elements apart: the first and their distance are multiples of 16 bytes, elements lie
+    side by side, and no row lies in another, as all of an expanded tensor do.
+    """
+    if stride is None or length is None:
+        if x.stride(1) != 1:
+            return False
+        stride, length = x.stride(0), x.shape[1]
+    starts = x.data_ptr(), stride * x.element_size()
+    return stride >= length and not any(start % ACCESS_BYTES for start in starts)
+
+
+def tma_rows(x: Tensor) -> Tensor:
+    """x [rows, columns], or a copy of it that TMA can address where a row is a multiple of 16
+    bytes.
+    """
+    return x if has_tma_rows(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def operand_view(arenas: Sequence[Tensor], operand: Operand) -> Tensor:
     """A tensor of a segment, views included, as a view of the arena it lies in; arenas in the order
     of Space.

@@ -11,8 +11,11 @@ import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from distmega.kernels.runtime.memory import ACCESS_BYTES
 from tests.kernels.sm90 import SHARED_BYTES, Machine, read_machine
 
 NUM_SMS = 132
@@ -31,6 +34,18 @@ class _Utils:
         return fields
 
 
+def check_descriptor(given: TensorDescriptor | GluonDescriptor) -> None:
+    """That the driver takes it: CUDA refuses rows that lie in each other, or at odd places."""
+    item_bytes = given.base.dtype.itemsize
+    assert given.base.data_ptr() % ACCESS_BYTES == 0
+    assert given.strides[-1] == 1
+    for stride, extent, inner in zip(
+        given.strides, given.shape[1:], given.strides[1:], strict=False
+    ):
+        assert stride >= extent * inner
+        assert stride * item_bytes % ACCESS_BYTES == 0
+
+
 class _Launcher:
     """Takes what a launcher takes: nine things of Triton's, then every argument."""
 
@@ -39,6 +54,9 @@ class _Launcher:
 
     def __call__(self, *given: object) -> None:
         assert len(given) == 9 + self.num_arguments
+        for each in given:
+            if isinstance(each, TensorDescriptor | GluonDescriptor):
+                check_descriptor(each)
 
 
 class _Driver:

@@ -52,16 +52,6 @@ class Peering:
     fewer: int = 0
 
 
-def aligned(x: Tensor) -> Tensor:
-    """x [rows, columns], or a copy of it that TMA can address: whole rows, aligned to 16 bytes."""
-    return x if can_store(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def can_store(x: Tensor) -> bool:
-    """Whether TMA can address bf16 x [rows, columns] as it lies."""
-    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-
-
 def plain_spec(tiles: Tiles, mixes: Expr | None = None, *, apart: bool = False) -> MatmulSpec:
     """The kernel without peers."""
     return MatmulSpec(tile_n=tiles.tile_n, stages=tiles.stages, mixes=mixes, apart=apart)

@@ -34,9 +34,10 @@ from distmega.kernels.pipelined.norms.long_rows import (
     long_rows_write,
 )
 from distmega.kernels.pipelined.norms.norm_kernel import NormSpec, norm_kernel
-from distmega.kernels.pipelined.pointwise.views import as_rows, is_aligned, layout_key, result_key
+from distmega.kernels.pipelined.pointwise.views import as_rows, layout_key, result_key
 from distmega.kernels.pipelined.triton_path import norm_plain
 from distmega.kernels.runtime.gpus import is_hopper
+from distmega.kernels.runtime.memory import has_tma_rows
 
 Operands = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]
 """x, residual, weight, bias, results and sums; x, residual, results and sums of one shape, the last
@@ -276,7 +277,9 @@ def _make_family(op: str, eps: float, operands: Operands) -> LaunchFamily | None
         index=x.device.index,
     )
     sizes = made.count, made.columns, made.traffic, device_facts(made.index)
-    if _takes_tma(made) and all(step == 1 and is_aligned(t, row) for t, (row, step) in moved):
+    if _takes_tma(made) and all(
+        step == 1 and has_tma_rows(t, row, made.columns) for t, (row, step) in moved
+    ):
         choices = row_choices(*sizes)
     else:
         choices = plain_row_choices(*sizes)

@@ -32,14 +32,15 @@ from distmega.kernels.pipelined.families import (
 from distmega.kernels.pipelined.pointwise.exprs import Formula
 from distmega.kernels.pipelined.pointwise.pointwise_kernel import PointwiseSpec, pointwise_kernel
 from distmega.kernels.pipelined.pointwise.views import (
+    VECTOR_BYTES,
     Matrix,
     as_matrix,
-    is_aligned,
     layout_key,
     result_key,
 )
 from distmega.kernels.pipelined.triton_path import pointwise_plain
 from distmega.kernels.runtime.gpus import is_hopper
+from distmega.kernels.runtime.memory import has_tma_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,9 +214,11 @@ def _takes_tma(made: _PointwiseClass, tensors: Sequence[Tensor], results: Sequen
     extent = columns // max(1, made.width) if rows == 1 else max(rows, columns)
     if extent >= INT32 or (rows > 1 and any(columns * y.element_size() % 16 for y in results)):
         return False
-    arriving = (
-        is_aligned(x, strides[0])
+    tiles = [
+        (x, strides[0])
         for x, kind, strides in zip(tensors, made.kinds, made.matrix.strides, strict=True)
         if kind == "tile"
-    )
-    return all(arriving) and all(is_aligned(y, 0) for y in results)
+    ]
+    if rows > 1 and not all(has_tma_rows(x, row, columns) for x, row in tiles):
+        return False
+    return all(each.data_ptr() % VECTOR_BYTES == 0 for each in (*(x for x, _ in tiles), *results))

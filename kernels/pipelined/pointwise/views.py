@@ -91,11 +91,6 @@ def result_key(y: Tensor | None) -> object:
     return None if y is None else (y.dtype, y.data_ptr() % VECTOR_BYTES == 0)
 
 
-def is_aligned(x: Tensor, row_stride: int) -> bool:
-    """Whether a TMA descriptor can address rows of x: start and row stride are aligned."""
-    return x.data_ptr() % VECTOR_BYTES == 0 and row_stride * x.element_size() % VECTOR_BYTES == 0
-
-
 def as_rows(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] | None:
     """(Row, element) strides of a tensor as rows of its last dim; None if they have no one stride.
 

@@ -13,6 +13,7 @@ from distmega.kernels.gemm import api, late
 from distmega.kernels.gemm.times.matmul_ways import MatmulChoice
 from distmega.kernels.gemm.times.tile_times import Tiles
 from distmega.kernels.machines import H200
+from distmega.kernels.runtime.memory import has_tma_rows
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.overlap.products import Extents
 
@@ -36,6 +37,25 @@ def test_a_matmul_starts_its_kernel(monkeypatch: pytest.MonkeyPatch):
     assert call.args[1] is B
     assert call.args[2] is out
     assert call.args[4] == TILES.group
+
+
+def test_operands_that_tma_cannot_address_are_copied(monkeypatch: pytest.MonkeyPatch):
+    """Rows that lie in each other, as those of an expanded tensor do, or at odd places."""
+    start = create_autospec(late.start.launch_matmul)
+    monkeypatch.setattr(late.start, "launch_matmul", start)
+    monkeypatch.setattr(api, "_on_hopper", lambda x: True)
+    monkeypatch.setattr(api, "built_in", lambda index: H200)
+    monkeypatch.setattr(api, "choose_tiles", lambda extents, rates: TILES)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    a, b = A[:1].expand(256, 64), torch.ones(128 * 64 + 1, dtype=torch.bfloat16)[1:].view(128, 64)
+    api.matmul(a, b, out=torch.zeros(256, 128, dtype=torch.bfloat16))
+    for given, x in zip(start.call_args.args[:2], (a, b), strict=True):
+        assert has_tma_rows(given)
+        assert torch.equal(given, x)
+    same = torch.zeros(1, 128, dtype=torch.bfloat16).expand(256, 128)
+    with pytest.raises(RuntimeError, match="more than one element"):  # torch's own product
+        api.matmul(A, B, out=same)
+    assert start.call_count == 1
 
 
 def test_two_weights_go_to_one_kernel(monkeypatch: pytest.MonkeyPatch):

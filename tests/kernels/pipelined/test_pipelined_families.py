@@ -79,6 +79,22 @@ def test_each_kernel_takes_what_it_is_launched_with(launched):
     assert len(launched) == 4
 
 
+def test_rows_that_lie_in_each_other_are_read_without_descriptors(launched):
+    """As those of an expanded tensor, or of one that a window slides over; nor are odd starts."""
+    y, memory = torch.empty(64, 2048, dtype=HALF), torch.empty(64 * 2048 + 1, dtype=HALF)
+    same, sliding = memory[:2048].expand(64, 2048), memory.as_strided((64, 2048), (64, 1))
+    for x in (same, sliding, memory[1:].view(64, 2048)):
+        for residual in (None, x):
+            operands = (x, residual, None, None, y, None if residual is None else y.clone())
+            family = norms.family_of("rms_norm", 1e-6, operands)
+            assert family is not None
+            assert not any(choice.stages for choice in family.choices)
+    for x in (sliding, memory[1:].view(64, 2048)):
+        found = pointwise.family_of(formula_of(("a0 + a1",)), [x, y], [y])
+        assert found is not None
+        assert not any(choice.stages for choice in found.choices)
+
+
 def test_descriptors_keep_no_memory(launched):
     family, operands = rms_family(16, 1024)
     family.launch(next(each for each in family.choices if each.stages))(operands)
