@@ -51,15 +51,6 @@ def compile_norm(op: Op, run: Normalise) -> OpFunction:
     eps = op.get("eps", 0.0)
     assert isinstance(eps, int | float), f"eps={eps!r} of a verified norm"
     if norm := str(op.get("norm", "")):
-        has_bias = len(op.reads) == 6
-        return lambda xs: run(norm, xs[0], xs[2], xs[4], xs[5] if has_bias else None, eps)
-    weight, bias = (2 if len(op.reads) > 2 else None), (3 if len(op.reads) > 3 else None)
+        return lambda xs: run(norm, xs[0], xs[2], *(*xs[4:], None, None)[:2], eps)
     kind = op.kind
-    return lambda xs: run(
-        kind,
-        xs[0],
-        None,
-        None if weight is None else xs[weight],
-        None if bias is None else xs[bias],
-        eps,
-    )[:1]
+    return lambda xs: run(kind, xs[0], None, *(*xs[2:], None, None)[:2], eps)[:1]

@@ -57,6 +57,16 @@ def check(
     return steps(host)
 
 
+@pytest.mark.parametrize("num_vectors", [0, 1, 2])
+def test_a_sum_and_its_norm_are_one_with_any_vectors(num_vectors: int):
+    p = ProgramBuilder("normed")
+    total = p.input("x", (5, 8)).map("a0 + a1", p.input("z", (5, 8)), name="total")
+    vectors = [p.weight(f"v{n}", (8,)) for n in range(num_vectors)]
+    weight, bias = (*vectors, None, None)[:2]
+    y = p.layer_norm(total, weight, bias, 1e-5, name="y")
+    assert check(p.build(total, y)) == ["fused_norm y total"]
+
+
 def test_chains_of_pointwise_ops_are_one():
     p = ProgramBuilder("chain")
     x, row, column = p.input("x", (6, 8)), p.weight("row", (8,)), p.weight("column", (6, 1))
