@@ -190,6 +190,9 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
                         yield index, found, "positions that it has"
                     elif misuse := wrong_access(op, access, shape):
                         yield index, f"{op.name!r} {misuse[0]}", misuse[1]
+                results = [access.tensor for access in op.writes]
+                if len({*results}) < len(results):
+                    yield index, f"{op.name!r} writes {', '.join(results)}", "each result once"
                 is_made = kind_of(op).origin == "internal"
                 if misfit := (not is_made and wrong_roles(op)) or wrong_operands(op, buffers):
                     yield index, f"{op.name!r} {misfit[0]}", misfit[1]

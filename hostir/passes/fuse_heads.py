@@ -14,9 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from distmega.errors import counted
 from distmega.program.dtypes import FLOATS_TO_F32
 from distmega.program.kinds import kind_of
-from distmega.program.ops.parts import access_named, axis_names, make_op
+from distmega.program.ops import norms
+from distmega.program.ops.attention import kv_append, rope
+from distmega.program.ops.parts import Built, access_named, axis_names, bad_op, make_op
 from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor, accesses
 
 Step = Literal["norm", "rope", "append"]
@@ -93,6 +96,48 @@ def op_parts(op: Op) -> list[tuple[Step, ...]]:
     texts = op.attr("parts")
     assert isinstance(texts, tuple), f"parts={texts!r} of {op.name}"
     return [tuple(step for step in STEPS if step in str(text).split()) for text in texts]
+
+
+def restated_heads(op: Op, *operands: Tensor) -> Built:
+    """What state_heads makes of an op of kind fused_heads: of its attributes, and of what it reads
+    and then what it writes. ProgramError for operands that its steps do not take.
+    """
+    parts = op_parts(op)
+    num_reads = 1 + any("rope" in steps for steps in parts) + bool(op.attr("several"))
+    num_reads += sum(1 + (steps != ("append",)) + ("norm" in steps) for steps in parts)
+    if (len(op.reads), len(op.writes)) != (num_reads, len(parts)):
+        found = f"{counted(len(op.reads), 'operand')} and {counted(len(op.writes), 'result')}"
+        raise bad_op(op.name, found, f"{num_reads} and {len(parts)}, of its parts")
+    heads, buffers = _stated(op), {each.name: each for each in operands}
+    for part in heads.parts:
+        _require_steps(op.name, heads, part, buffers)
+    written = {part.out for part in heads.parts}
+    if len(written) < len(parts) or written & {access.tensor for access in op.reads}:
+        raise bad_op(op.name, f"results {', '.join(part.out for part in heads.parts)}", "others")
+    return state_heads(op.name, heads, buffers), ()
+
+
+def _require_steps(
+    name: str, heads: HeadsOp, part: HeadPart, buffers: Mapping[str, Tensor]
+) -> None:
+    """ProgramError for a part that is not what its steps make one after the other."""
+    x, out = buffers[part.x], buffers[part.out]
+    positions = buffers[heads.positions]
+    if len(x.shape) < 3 or positions.shape != x.shape[:1]:
+        raise bad_op(name, f"x {x.shape} at positions {positions.shape}", "[m, ..., d] and [m]")
+    if part.weight:
+        norms.rms_norm(name, x, buffers[part.weight], heads.eps)
+    if "rope" in part.steps:
+        rope(name, x, positions, buffers[heads.table])
+    if "append" in part.steps:
+        sequences = buffers[heads.sequences] if heads.sequences else None
+        kv_append(name, replace(out, role="state"), x, positions, sequences)
+        if heads.own != (len(out.shape) == 4 and sequences is None):
+            raise bad_op(name, f"own={heads.own} and cache {out.shape}", "a cache for each row")
+    elif out.shape != x.shape:
+        raise bad_op(name, f"x {x.shape} and result {out.shape}", "equal shapes")
+    if out.dtype != x.dtype:
+        raise bad_op(name, f"x of {x.dtype} and result of {out.dtype}", "one type")
 
 
 def _stated(op: Op) -> HeadsOp:

@@ -20,16 +20,22 @@
 Next: fuse.py.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distmega.errors import ProgramError, counted
+from distmega.hostir.passes.fuse_heads import STEPS as HEAD_STEPS
+from distmega.hostir.passes.fuse_heads import restated_heads
 from distmega.program import expr
 from distmega.program.dtypes import ITEM_BYTES
-from distmega.program.kinds import POSITIVE_OR_ZERO, AttrRule, Misfit, OpKind, define, one_of
+from distmega.program.kinds import POSITIVE_OR_ZERO, AttrRule, OpKind, define, one_of
+from distmega.program.ops import norms
 from distmega.program.ops.axis_views import is_plain
 from distmega.program.ops.compute import FORMULA
-from distmega.program.types import Op, Tensor, accesses, contracts
+from distmega.program.ops.experts import restated_product
+from distmega.program.ops.parts import Built, as_stated, bad_op
+from distmega.program.types import Access, Op, Tensor, accesses, contracts
 
 MAX_READS = 8
 MAX_WRITES = 4
@@ -104,11 +110,14 @@ def is_product(op: Op) -> bool:
     if not contracts(op) or not 2 <= len(op.reads) <= 3 or not all(map(is_plain, accesses(op))):
         return False
     (x, w, *bias), (out,) = op.reads, op.writes
-    if len(out.dims) < 2:
-        return False
+    return _multiplies(x, w, bias, out)
+
+
+def _multiplies(x: Access, w: Access, bias: Sequence[Access], out: Access) -> bool:
     rows, columns = out.dims[:-1], out.dims[-1:]
     return (
-        x.dims == (*rows, *w.dims[1:])
+        len(rows) > 0
+        and x.dims == (*rows, *w.dims[1:])
         and w.dims[:1] == columns
         and all(each.dims == columns for each in bias)
     )
@@ -131,10 +140,19 @@ def _is_step(text: object) -> bool:
     return step is not None and (not isinstance(step, NormStep) or step.norm in STEP_NORMS)
 
 
+def _is_part(text: object) -> bool:
+    """Whether a text names steps of heads, one at least, in their order."""
+    if not isinstance(text, str) or not (found := text.split()):
+        return False
+    return found == [step for step in HEAD_STEPS if step in found]
+
+
 STEP_NORMS = "rms_norm", "layer_norm", "softmax"
 FORMULAS = _all_of(FORMULA.fits, "expressions of a0, a1, ...")
 STEPS = _all_of(_is_step, "expressions of a0, a1, ... and norms")
 TYPES = _all_of(lambda value: value in ITEM_BYTES, f"words of {', '.join(ITEM_BYTES)}")
+PARTS = _all_of(_is_part, f"one or some of {', '.join(HEAD_STEPS)}, in this order")
+FLAG = AttrRule(lambda value: isinstance(value, bool), "True or False")
 NUMBERS = _all_of(lambda value: type(value) is int, "numbers of values")
 
 
@@ -172,18 +190,142 @@ def _rows_misfit(
     return _typed_misfit(op, writes, "outs")
 
 
-def _products_misfit(num_args: int, least: int, most: int) -> Misfit:
-    """Of formulas of so many products, by how many operands."""
+def _formula_misfit(op: Op, num_args: int) -> tuple[str, str] | None:
+    """Whether an op has a formula of so many products."""
+    if expr.num_args(expr.parse(str(op.attr("expr")))) > num_args:
+        return f"has expr={op.attr('expr')!r}"[:200], f"one of {counted(num_args, 'product')}"
+    return None
 
-    def misfit(op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[str, str] | None:
-        if not least <= len(reads) <= most or len(writes) != 1:
-            found = f"{counted(len(reads), 'operand')} and {counted(len(writes), 'result')}"
-            return f"is {op.kind} of {found}", f"{least} to {most}, and one"
-        if expr.num_args(expr.parse(str(op.attr("expr")))) > num_args:
-            return f"has expr={op.attr('expr')!r}"[:200], f"one of {counted(num_args, 'product')}"
+
+def _count_misfit(op: Op, least: int, most: int, results: int = 1) -> tuple[str, str] | None:
+    """Whether an op has so many operands and results, any number of these if results is 0."""
+    counts = len(op.reads), len(op.writes)
+    if least <= counts[0] <= most and counts[1] == (results or max(1, counts[1])):
         return None
+    found = f"is {op.kind} of {counted(counts[0], 'operand')} and {counted(counts[1], 'result')}"
+    expected = str(least) if least == most else f"{least} to {most}"
+    return found, f"{expected}, and {results or 'as many as there are parts'}"
 
-    return misfit
+
+def _product_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor], result: str
+) -> tuple[str, str] | None:
+    """Whether an op reads x [rows, sums], w [columns, sums] and maybe a bias [columns] of one type,
+    each as a whole, and writes [rows, columns] of type `result`.
+    """
+    x, w, *bias = op.reads
+    if not all(_multiplies(x, w, bias, out) for out in op.writes):
+        return (
+            "is no product of its operands",
+            "x [rows, sums], w [columns, sums], a bias [columns]",
+        )
+    for access, tensor in zip(accesses(op), (*reads, *writes), strict=True):
+        whole = tuple(op.extents[axis] for index in access.dims for axis in index.axes)
+        if not is_plain(access) or whole != tensor.shape:
+            return f"takes a part of {tensor.name!r} of {list(tensor.shape)}", "all of it"
+    inner = {axis for index in w.dims[1:] for axis in index.axes}
+    if any((axis.role == "reduce") != (axis.name in inner) for axis in op.axes):
+        return "has reduce axes that it does not sum over, or others", "those of w but the first"
+    types = [tensor.dtype for tensor in reads], [tensor.dtype for tensor in writes]
+    if {*types[0]} != {reads[0].dtype} or {*types[1]} != {result}:
+        return f"is {op.kind} of {types[0]} to {types[1]}", f"operands of one type, {result}"
+    return None
+
+
+def _shaped_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> tuple[str, str] | None:
+    return (
+        _count_misfit(op, 2, 3)
+        or _formula_misfit(op, 1)
+        or _product_misfit(op, reads, writes, reads[0].dtype)
+    )
+
+
+def _split_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> tuple[str, str] | None:
+    """Whether each result is as large a part of the sums."""
+    if wrong := _count_misfit(op, 2, 2, results=0) or _product_misfit(op, reads, writes, "f32"):
+        return wrong
+    num_sums = math.prod(reads[1].shape[1:])
+    if num_sums % len(writes):
+        found = f"cuts {counted(num_sums, 'term')} into {counted(len(writes), 'part')}"
+        return found, "equal parts"
+    return None
+
+
+def _mixed_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> tuple[str, str] | None:
+    """Whether the weights are two of one shape, or the halves of the rows of one."""
+    if wrong := _count_misfit(op, 3, 3) or _formula_misfit(op, 2):
+        return wrong
+    x, upper, lower = op.reads
+    weight, other = reads[1:]
+    if not weight.shape or (weight.shape, weight.dtype) != (other.shape, other.dtype):
+        found = f"weights {weight.shape} of {weight.dtype} and {other.shape} of {other.dtype}"
+        return f"is fused_linear of {found}", "equal shapes [columns, sums] and types"
+    num_parts = 2 if weight.name == other.name else 1
+    num_rows = weight.shape[0] // num_parts
+    below = replace(upper, tensor=other.name)
+    if num_parts == 2:
+        below = replace(upper, dims=(replace(upper.dims[0], offset=num_rows), *upper.dims[1:]))
+    if lower != below or num_rows * num_parts != weight.shape[0]:
+        return f"reads {upper} and {lower}", "two weights, or the upper and the lower half of one"
+    half = replace(weight, shape=(num_rows, *weight.shape[1:]))
+    of_one = replace(op, reads=(x, upper))
+    return _product_misfit(of_one, (reads[0], half), writes, reads[0].dtype)
+
+
+def _restated_groups(op: Op, x: Tensor, upper: Tensor, lower: Tensor, starts: Tensor) -> Built:
+    """A product of rows with the matrix of their group, as grouped_linear has it, and another."""
+    if (upper.shape, upper.dtype) != (lower.shape, lower.dtype):
+        found = f"matrices {upper.shape} of {upper.dtype} and {lower.shape} of {lower.dtype}"
+        raise bad_op(op.name, found, "equal shapes and types")
+    stated, outs = restated_product(op, x, upper, starts)
+    rows, matrix, last = stated.reads
+    reads = (rows, matrix, replace(matrix, tensor=lower.name), last)
+
+    def starting_last(access: Access) -> Access:
+        dims = (replace(i, starts=3) if i.is_grouped else i for i in access.dims)
+        return replace(access, dims=tuple(dims))
+
+    reads, writes = (tuple(map(starting_last, each)) for each in (reads, stated.writes))
+    return replace(stated, kind=op.kind, reads=reads, writes=writes), outs
+
+
+_is_of_groups = as_stated(_restated_groups)
+
+
+def _groups_misfit(
+    op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> tuple[str, str] | None:
+    return _formula_misfit(op, 2) or _is_of_groups(op, reads, writes)
+
+
+def _restated_norm(
+    op: Op, x: Tensor, row: Tensor, other: Tensor, other_row: Tensor, *vectors: Tensor
+) -> Built:
+    """A norm of rows, stated of x, and of another tensor that is added to it."""
+    if (other.shape, other.dtype) != (x.shape, x.dtype):
+        found = f"a sum of {x.shape} of {x.dtype} and {other.shape} of {other.dtype}"
+        raise bad_op(op.name, found, "equal shapes and types")
+    eps, is_rms = float(str(op.attr("eps"))), op.attr("norm") == "rms_norm"
+    most = 1 if is_rms else 2
+    if len(vectors) > most or (is_rms and not vectors):
+        found = counted(len(vectors), "vector")
+        raise bad_op(op.name, found, "a weight, or of layer_norm none, or a weight and a bias")
+    if is_rms:
+        stated, (out,) = norms.rms_norm(op.name, x, vectors[0], eps)
+    else:
+        weight, bias = (*vectors, None, None)[:2]
+        stated, (out,) = norms.layer_norm(op.name, x, weight, bias, eps)
+    element, whole, *rest = stated.reads
+    added = (replace(each, tensor=other.name) for each in (element, whole))
+    reads, total = (element, whole, *added, *rest), replace(element, tensor=f"{out.name}.sum")
+    op = replace(stated, kind=op.kind, reads=reads, writes=(*stated.writes, total))
+    return op, (out, replace(x, name=total.tensor))
 
 
 define(
@@ -201,15 +343,24 @@ define(
         origin="internal",
         is_norm=True,
         attrs={"norm": one_of("rms_norm", "layer_norm"), "eps": POSITIVE_OR_ZERO},
+        misfit=as_stated(_restated_norm),
     )
 )
-define(OpKind(name="fused_heads", origin="internal", inplace=True))
+define(
+    OpKind(
+        name="fused_heads",
+        origin="internal",
+        inplace=True,
+        attrs={"parts": PARTS, "eps": POSITIVE_OR_ZERO, "several": FLAG, "own": FLAG.optional()},
+        misfit=as_stated(restated_heads),
+    )
+)
 define(
     OpKind(
         name="fused_linear",
         origin="internal",
         attrs={"expr": FORMULA},
-        misfit=_products_misfit(2, 3, 3),
+        misfit=_mixed_misfit,
         flops=lambda op, work: 4 * work.points,
     )
 )
@@ -220,7 +371,7 @@ define(
         reads_whole=True,
         host_reads="where groups start",
         attrs={"expr": FORMULA},
-        misfit=_products_misfit(2, 4, 4),
+        misfit=_groups_misfit,
         grouped_flops=lambda op, points: 4 * points,
     )
 )
@@ -229,11 +380,18 @@ define(
         name="fused_product",
         origin="internal",
         attrs={"expr": FORMULA},
-        misfit=_products_misfit(1, 2, 3),
+        misfit=_shaped_misfit,
         flops=lambda op, work: 2 * work.points,
     )
 )
-define(OpKind(name="split_linear", origin="internal", flops=lambda op, work: 2 * work.points))
+define(
+    OpKind(
+        name="split_linear",
+        origin="internal",
+        misfit=_split_misfit,
+        flops=lambda op, work: 2 * work.points,
+    )
+)
 define(
     OpKind(
         name="fused_rows",

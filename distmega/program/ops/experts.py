@@ -279,7 +279,8 @@ def _restated_gather(op: Op, x: Tensor, order: Tensor, offsets: Tensor) -> Built
     return gather_rows(op.name, replace(x, shape=(whole, *x.shape[1:])), order, offsets, slots)
 
 
-def _restated_product(op: Op, x: Tensor, w: Tensor, offsets: Tensor) -> Built:
+def restated_product(op: Op, x: Tensor, w: Tensor, offsets: Tensor) -> Built:
+    """What grouped_linear states of an op's operands, of which w has the groups of a rank."""
     rows = op.extents.get("r", 0)
     return grouped_linear(op.name, x, _whole_groups(op, w), offsets, rows)
 
@@ -468,8 +469,8 @@ define(
         combine="sum",
         reads_whole=True,
         contracts=True,
-        misfit=as_stated(_restated_product),
-        restated_misfit=_unless_by_rows(as_stated(_restated_product)),
+        misfit=as_stated(restated_product),
+        restated_misfit=_unless_by_rows(as_stated(restated_product)),
         host_reads="where groups start",
         reference=_grouped_linear_reference,
     )
