@@ -14,19 +14,22 @@ from distmega.hostir.ir.nodes import (
     Node,
     Recv,
     Send,
+    SetStream,
     StartCoalescing,
     Wait,
+    walk_nodes,
 )
 
 
 def coalesce_send_recv(host: HostProgram) -> HostProgram:
-    """Puts consecutive sends and receives into one group with one handle, waited for where the
-    first was.
+    """Puts consecutive sends and receives that one stream waits for into one group with one handle,
+    waited for where the first was.
     """
 
     def coalesce(body: Sequence[Node]) -> tuple[Node, ...]:
         out: list[Node] = []
         members: list[Send | Recv] = []
+        streams = _waiting_streams(body)
         groups: dict[str, Sequence[str]] = {}
         """By the handle of each member, which may be of another communication after its wait."""
         waited: set[str] = set()
@@ -41,8 +44,10 @@ def coalesce_send_recv(host: HostProgram) -> HostProgram:
                 out.extend((StartCoalescing(), *bare, EndCoalescing(handle=handles[0])))
             members.clear()
 
-        for node in body:
+        for at, node in enumerate(body):
             if isinstance(node, Send | Recv) and node.handle:
+                if at - 1 in streams and streams[at - 1] != streams.get(at):
+                    close()
                 members.append(node)
                 continue
             close()
@@ -60,3 +65,21 @@ def coalesce_send_recv(host: HostProgram) -> HostProgram:
         return tuple(out)
 
     return replace(host, body=coalesce(host.body))
+
+
+def _waiting_streams(body: Sequence[Node]) -> dict[int, object]:
+    """By the place of each send and receive outside of groups: the stream that waits for it."""
+    found: dict[int, object] = {}
+    pending: dict[str, int] = {}
+    stream: object = None  # of what stands around the body
+    for at, node in enumerate(body):
+        match node:
+            case SetStream():
+                stream = node.stream
+            case ForLoop() if any(isinstance(each, SetStream) for each in walk_nodes(node.body)):
+                stream = at  # that of its last pass
+            case Send(handle=handle) | Recv(handle=handle) if handle:
+                pending[handle] = at
+            case Wait(handle=handle) if handle in pending:
+                found[pending.pop(handle)] = stream
+    return found

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,62 @@ def test_sends_and_receives_coalesce():
     assert coalesce_send_recv(coalesced) == coalesced
     alone = parse_host(RING.replace("mesh(pp=3)", "mesh(pp=1)"))
     assert_same_results(alone, coalesce_send_recv(alone))
+
+
+ON_TWO_STREAMS = """
+host exchange on mesh(tp=2)
+  streams 2, events 2
+  input x: f32[4]
+  temp y: f32[4]
+  temp z: f32[4]
+  body
+    allocate y
+    allocate z
+    record event 0
+    send x to tp[+1] as out
+    recv y from tp[-1] as in
+    wait out
+    stream 1
+    wait event 0
+    wait in
+    z = pointwise[i0:4] y(i0) -> z(i0) | expr='a0'
+    record event 1
+    stream 0
+    wait event 1
+    free y
+  return z
+"""
+
+
+def test_what_two_streams_wait_for_stays_apart():
+    host = verify_host(parse_host(ON_TWO_STREAMS))
+    assert coalesce_send_recv(host) == host
+
+
+@pytest.mark.parametrize("waited", [(0, 0, 1, 1), (0, 1, 1, 0), (1, 1, 1, 1)])
+def test_each_stream_waits_for_its_own_exchange(waited: tuple[int, ...]):
+    """Of four transfers that stand side by side, those that one stream waits for are one."""
+    declared = "  streams 2, events 0\n  input x: f32[4]\n" + "".join(
+        f"  temp y{n}: f32[4]\n" for n in range(4)
+    )
+    starts = [f"recv y{n} from tp[+1] as h{n}" for n in range(4)]
+    waits = [
+        line
+        for stream in (0, 1)
+        for line in (f"stream {stream}", *(f"wait h{n}" for n in range(4) if waited[n] == stream))
+    ]
+    text = (
+        "host p on mesh(tp=1)\n"
+        + declared
+        + "  body\n"
+        + "".join(
+            f"    {line}\n" for line in (*(f"allocate y{n}" for n in range(4)), *starts, *waits)
+        )
+    )
+    found = lines(coalesce_send_recv(parse_host(text + "  return\n")))
+    runs = [len([*run]) for _, run in groupby(waited)]
+    assert found.count("coalesce") == sum(run > 1 for run in runs)
+    assert sum(line.startswith("wait h") for line in found) == len(runs)
 
 
 def test_a_send_alone_needs_no_group():
