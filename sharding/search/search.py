@@ -7,6 +7,7 @@ The frontier of states is kept relative and nameless: when it comes back to what
 ago, so do its successors, and a layer costs a dictionary lookup. Next: resolve.py.
 """
 
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -29,9 +30,24 @@ from distmega.sharding.search.steps import CONSTANT, SearchStep, Situation, Step
 
 Held = tuple[int, ...]
 """Ways in which one tensor is available: 4 * placement number + padding, sorted."""
-State = tuple[Held, ...]
-Frontier = tuple[tuple[State, int], ...]
-"""States with their cost in ns above the best, best first."""
+State = tuple[tuple[int, Held], ...]
+"""What a state holds otherwise than the best one, by slot, in their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontier:
+    """States, best first, with their cost in ns above the best. Of many live tensors they hold most
+    alike: best has what the first of them holds, by slot.
+    """
+
+    best: tuple[Held, ...]
+    states: tuple[tuple[State, int], ...]
+
+
+Reached = tuple[State, tuple[Held, ...]]
+"""A state behind a step: of tensors that the step leaves as they are, what it holds otherwise than
+the best one before it; of those that it uses and keeps, all that it holds.
+"""
 
 MAX_STATES = 96
 _WHOLE = 0
@@ -92,7 +108,7 @@ class AxisSearch:
         ops = self.problem.program.ops
         problem = self.problem
         builder = StepBuilder(problem.program, problem.situation, self.options, problem.num_ranks)
-        here = self.number_frontier((((), 0),))
+        here = self.number_frontier(Frontier(best=(), states=(((), 0),)))
         memo: dict[tuple[SearchStep, int], Advance] = {}
         trail: list[Advance] = []
         for op, step in zip(ops, builder.run(), strict=True):
@@ -127,16 +143,16 @@ class AxisSearch:
         """Index of the state that is cheapest once outputs are in the layout they leave in."""
         pins = self.problem.situation.pins
 
-        def final(state: State) -> int:
-            total = 0
-            for name, held in zip(live, state, strict=True):
-                tensor, target = self.tensors[name], self.number(pins.get(name, REPLICATE))
-                item = item_bytes(tensor.dtype)
-                prices = (self.move(tensor.shape, item, way // 4, target) for way in held)
-                total += min(price for price in prices if price is not None)
-            return total
+        def final(slot: int, held: Held) -> int:
+            tensor = self.tensors[live[slot]]
+            target, item = self.number(pins.get(tensor.name, REPLICATE)), item_bytes(tensor.dtype)
+            prices = (self.move(tensor.shape, item, way // 4, target) for way in held)
+            return min(price for price in prices if price is not None)
 
-        costs = [cost + final(state) for state, cost in frontier]
+        costs = [
+            cost + sum(final(slot, held) - final(slot, frontier.best[slot]) for slot, held in state)
+            for state, cost in frontier.states
+        ]
         return costs.index(min(costs))
 
     def advance(self, op: Op, step: SearchStep, frontier: Frontier) -> Advance:
@@ -144,17 +160,30 @@ class AxisSearch:
         found = self.options.options(op, self.problem.num_ranks, step.taken)
         usable = [n for n, o in enumerate(found.options) if o.axis not in step.closed]
         wanted = [n for n in usable if found.options[n].axis in step.wanted]
-        reached: dict[State, tuple[int, int, int]] = {}
+        used = {slot: _held(frontier, slot) for slot in step.used}
+        kept = [slot for slot in step.used if slot not in step.dropped]
+        reached: dict[Reached, tuple[int, int, int]] = {}
         for numbers in (wanted, usable) if step.wanted else (usable,):
             prepared = [(n, *self.prepare(op, step, found.options[n])) for n in numbers]
-            for position, (state, cost) in enumerate(frontier):
-                for number, time, reads, writes in prepared:
-                    option = found.options[number]
-                    for after, price in self.apply(op, step, found, option, state, reads, writes):
-                        total = cost + time + price
-                        known = reached.get(after)
-                        if known is None or total < known[0]:
-                            reached[after] = (total, position, number)
+            outcomes: dict[tuple[Held, ...], list[tuple[int, int, tuple[Held, ...]]]] = {}
+            for position, (state, cost) in enumerate(frontier.states):
+                rest = tuple([each for each in state if each[0] not in used])
+                before = used | dict([each for each in state if each[0] in used])
+                holds = tuple(before.values())
+                if holds not in outcomes:
+                    outcomes[holds] = [
+                        (number, time + price, tuple([held[slot] for slot in kept]))
+                        for number, time, reads, writes in prepared
+                        for held in (dict(before),)
+                        for price in self.apply(
+                            op, step, found, found.options[number], held, reads, writes
+                        )
+                    ]
+                for number, price, own in outcomes[holds]:
+                    after, total = (rest, own), cost + price
+                    known = reached.get(after)
+                    if known is None or total < known[0]:
+                        reached[after] = (total, position, number)
             if reached:
                 break
         if not reached:
@@ -162,10 +191,11 @@ class AxisSearch:
         everything = sorted(reached.items(), key=lambda item: item[1][0])
         ordered = everything[:MAX_STATES]
         if self.careful and len(everything) > MAX_STATES:
-            ordered.append(min(everything, key=lambda item: _num_divided(item[0])))
+            ordered.append(min(everything, key=lambda item: _num_divided(frontier, item[0])))
         best = ordered[0][1][0]
+        states = [(state, how[0] - best) for state, how in ordered]
         return Advance(
-            frontier=self.number_frontier(tuple((s, how[0] - best) for s, how in ordered)),
+            frontier=self.number_frontier(_after(frontier, step, kept, states)),
             cost=best,
             origins=tuple((position, number) for _, (_, position, number) in ordered),
         )
@@ -190,12 +220,13 @@ class AxisSearch:
         step: SearchStep,
         found: Options,
         option: SplitOption,
-        state: State,
+        held: dict[int, Held],
         reads: tuple[int, ...],
         writes: tuple[int, ...],
-    ) -> Iterator[tuple[State, int]]:
-        """States after an op under an option with what operands cost; none where it can't be."""
-        held: list[Held] = [*state, *((),) * step.num_new]
+    ) -> Iterator[int]:
+        """What operands of an op under an option cost, in each way, of which `held`, by slot, has
+        the results meanwhile; none where it can't be.
+        """
         cost = 0
         pads: list[int] = []
         for operand, need in zip(step.reads, reads, strict=True):
@@ -218,9 +249,11 @@ class AxisSearch:
                     held[slot] = result
             prices = [price for price, _ in ways]
             paid = prices[:1] if option.writes[0] == PAIR else prices
-            yield tuple([held[slot] for slot in step.keep]), cost + sum(paid)
+            yield cost + sum(paid)
 
-    def read(self, operand: StepOperand, need: int, held: list[Held]) -> tuple[int, int] | None:
+    def read(
+        self, operand: StepOperand, need: int, held: dict[int, Held]
+    ) -> tuple[int, int] | None:
         """Cost of having an operand as needed, and its padding; notes a kept copy in `held`."""
         if operand.slot == CONSTANT:
             assert operand.fixed is not None
@@ -243,7 +276,9 @@ class AxisSearch:
             held[operand.slot] = tuple(sorted([*kept, 4 * need]))
         return min(possible), Pad.ZERO
 
-    def choose(self, operand: StepOperand, need: int, held: list[Held]) -> tuple[int, int] | None:
+    def choose(
+        self, operand: StepOperand, need: int, held: dict[int, Held]
+    ) -> tuple[int, int] | None:
         """First use of a weight or state: it will live as it is needed here."""
         placement = self.placements[need]
         if isinstance(placement, Partial) and (operand.is_state or not operand.shape):
@@ -255,7 +290,7 @@ class AxisSearch:
         return round(share * operand.price_ns), Pad.ZERO
 
     def write(
-        self, operand: StepOperand, made: int, pad: Pad, held: list[Held]
+        self, operand: StepOperand, made: int, pad: Pad, held: dict[int, Held]
     ) -> list[tuple[int, Held]]:
         """Ways to have a result, with their cost: as made, or at once as something can use it."""
         cost = 0
@@ -275,7 +310,7 @@ class AxisSearch:
         return [(cost + price, (4 * target,)) for price, target in prices if price is not None]
 
     def overwrite(
-        self, operand: StepOperand, made: int, padding: int, cost: int, held: list[Held]
+        self, operand: StepOperand, made: int, padding: int, cost: int, held: dict[int, Held]
     ) -> list[tuple[int, Held]]:
         """A result that goes to where a tensor already lives, or will from here on."""
         ways = held[operand.slot] if operand.slot != CONSTANT else ()
@@ -332,6 +367,42 @@ class AxisSearch:
         return round(1000 * total)
 
 
-def _num_divided(state: State) -> int:
-    """Tensors that are whole nowhere."""
-    return sum(4 * _WHOLE not in held for held in state)
+def _held(frontier: Frontier, slot: int) -> Held:
+    """What the best state holds of a tensor; nothing of a new one."""
+    return frontier.best[slot] if slot < len(frontier.best) else ()
+
+
+def _after(
+    before: Frontier,
+    step: SearchStep,
+    kept: Sequence[int],
+    states: Sequence[tuple[Reached, int]],
+) -> Frontier:
+    """The frontier of these states behind a step, of which `kept` are the slots that it uses and
+    keeps.
+    """
+    best = [*before.best, *((),) * step.num_new]
+    (others, used), _ = states[0]
+    changed = {slot: best[slot] for slot, _ in others}  # what a state holds there, unless it says
+    for slot, held in (*others, *zip(kept, used, strict=True)):
+        best[slot] = held
+    behind = []
+    for (rest, own), cost in states:
+        all_held = changed | dict(rest) | dict(zip(kept, own, strict=True))
+        state = sorted(item for item in all_held.items() if item[1] != best[item[0]])
+        moved = tuple([(slot - bisect(step.dropped, slot), held) for slot, held in state])
+        behind.append((moved, cost))
+    for slot in reversed(step.dropped):
+        del best[slot]
+    return Frontier(best=tuple(best), states=tuple(behind))
+
+
+def _num_divided(before: Frontier, reached: Reached) -> int:
+    """Tensors that are whole nowhere, more than of the best state before a step."""
+    rest, used = reached
+    apart = (_is_divided(held) - _is_divided(before.best[slot]) for slot, held in rest)
+    return sum(apart) + sum(map(_is_divided, used))
+
+
+def _is_divided(held: Held) -> bool:
+    return 4 * _WHOLE not in held

@@ -8,6 +8,7 @@ model once. A live tensor is one whose layout is still a choice, or which is sti
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 
 from distmega.program.dtypes import item_bytes
 from distmega.program.types import Access, Op, Program, Tensor, accesses
@@ -43,7 +44,10 @@ class StepOperand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchStep:
-    """One op: its class, fixed choices, operands; `keep` are the slots alive after it."""
+    """One op: its class, fixed choices, operands. num_new: slots behind the others that it adds;
+    dropped: those that are not alive after it, in their order. The others keep theirs, and the
+    slots before theirs are filled up.
+    """
 
     op_class: int
     taken: tuple[tuple[str, int], ...]
@@ -52,7 +56,13 @@ class SearchStep:
     reads: tuple[StepOperand, ...]
     writes: tuple[StepOperand, ...]
     num_new: int
-    keep: tuple[int, ...]
+    dropped: tuple[int, ...]
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Slots that it reads or writes."""
+        slots = {operand.slot for operand in (*self.reads, *self.writes)}
+        return tuple(sorted(slots - {CONSTANT}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +114,7 @@ class StepBuilder:
                 self.last_use.setdefault(access.tensor, i)
         self.useful = self.useful_placements()
         self.live: list[str] = []
+        self.slots: dict[str, int] = {}
 
     def run(self) -> list[SearchStep]:
         """The steps, in program order."""
@@ -129,16 +140,15 @@ class StepBuilder:
         """The step of op number `position`: each operand by its slot among the live tensors, and
         the slots that stay live behind it.
         """
-        slots = {name: slot for slot, name in enumerate(self.live)}
-        num_before = len(slots)
+        slots, num_before = self.slots, len(self.live)
         taken = self.situation.taken.get(op.name, ())
         for access in accesses(op):
-            if not self.is_constant(access.tensor):
-                slots.setdefault(access.tensor, len(slots))
+            if not self.is_constant(access.tensor) and access.tensor not in slots:
+                slots[access.tensor] = len(slots)
+                self.live.append(access.tensor)
         reads = tuple(self.operand(op, a, slots, taken, is_read=True) for a in op.reads)
         writes = tuple(self.operand(op, a, slots, taken, is_read=False) for a in op.writes)
-        keep = [name for name in slots if self.last_use[name] > position]
-        self.live = keep
+        num_new, dropped = len(self.live) - num_before, self.drop(position, op)
         return SearchStep(
             op_class=self.table.class_of(op),
             taken=taken,
@@ -146,9 +156,20 @@ class StepBuilder:
             wanted=self.situation.wanted.get(op.name, ()),
             reads=reads,
             writes=writes,
-            num_new=len(slots) - num_before,
-            keep=tuple(slots[name] for name in keep),
+            num_new=num_new,
+            dropped=dropped,
         )
+
+    def drop(self, position: int, op: Op) -> tuple[int, ...]:
+        """Takes out what no op behind this position uses; gives the slots it had."""
+        names = {access.tensor for access in accesses(op)} & self.slots.keys()
+        ended = [name for name in names if self.last_use[name] <= position]
+        dropped = tuple(sorted(self.slots.pop(name) for name in ended))
+        for slot in reversed(dropped):
+            del self.live[slot]
+        if dropped:
+            self.slots.update(zip(self.live[dropped[0] :], count(dropped[0])))
+        return dropped
 
     def is_constant(self, name: str) -> bool:
         """Whether a tensor from outside has one placement, so that no slot is kept for it."""
