@@ -81,7 +81,9 @@ class LauncherOptions:
         num_ranks: Ranks of the job.
         device: "auto" is cuda on a machine with an NVIDIA GPU, else cpu.
         timeout_s: The longest silence allowed from running ranks; None is DISTMEGA_TIMEOUT_S.
-        start_timeout_s: The longest until all of them run.
+        start_timeout_s: The longest from their start until all of them run, whatever they report
+            meanwhile; Ray's placement, before it, has a limit of its own, and torchrun starts its
+            ranks itself.
         max_restarts: How often the ranks are started again after a RankFailure. Values that were
             already yielded are then left out, so the target must emit the same values again, but
             for ProgressReports.

@@ -62,12 +62,14 @@ class LocalTeam:
     ranks: list[_Rank] = field(default_factory=list)
     open: dict[Connection, int] = field(default_factory=dict)
 
-    def start(self) -> None:
+    def start(self) -> float:
+        started_s = time.monotonic()
         for rank in range(self.job.num_ranks):
             self.ranks.append(_start_process())
             self.open[self.ranks[rank].connection] = rank
         for rank in range(self.job.num_ranks):
             _send(self.ranks[rank].connection, (rank, self.job))
+        return started_s
 
     def poll(self, timeout_s: float) -> Sequence[Report]:
         reports = []

@@ -12,7 +12,7 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-from distmega.errors import DistmegaError, HangError, LaunchError, RankFailure
+from distmega.errors import DistmegaError, HangError, LaunchError, RankFailure, counted
 from distmega.launch.contract import Emitted, Event, Job, Result
 from distmega.launch.host.reports import Died, Done, Failed, Position, Ready, Report, Value
 
@@ -35,7 +35,9 @@ class RunningRanks(Protocol):
     behind.
     """
 
-    def start(self) -> None: ...
+    def start(self) -> float:
+        """Starts them; gives since when they start, of time.monotonic()."""
+        ...
 
     def poll(self, timeout_s: float) -> Sequence[Report]:
         """Reports that arrived, waiting at most `timeout_s` for the first one."""
@@ -59,22 +61,21 @@ class RunningRanks(Protocol):
 def supervise(team: RunningRanks, job: Job) -> Generator[Event]:
     """Start the team, yield its values and result; whatever ends this generator ends every rank."""
     try:
-        team.start()
-        yield from _follow(team, job)
+        yield from _follow(team, job, team.start() + job.start_timeout_s)
     finally:
         team.kill()
 
 
-def _follow(team: RunningRanks, job: Job) -> Generator[Event]:
+def _follow(team: RunningRanks, job: Job, start_deadline_s: float) -> Generator[Event]:
     states = dict.fromkeys(range(job.num_ranks), "starting")  # then "running", then "done"
     result = b""
     while set(states.values()) != {"done"}:
         is_starting = "starting" in states.values()
-        limit_s = job.start_timeout_s if is_starting else job.timeout_s
+        left_s = start_deadline_s - time.monotonic() if is_starting else job.timeout_s
         # this process may itself have stood still until the limit had passed, hence the second look
-        reports = team.poll(limit_s) or team.poll(0.0)
+        reports = team.poll(max(0.0, left_s)) or team.poll(0.0)
         if not reports:
-            raise (yield from _explain_silence(team, states, limit_s))
+            raise (yield from _explain_silence(team, states, job))
         yield from _emit_values(reports)
         failures: list[Failed | Died] = []
         for report in reports:
@@ -197,10 +198,11 @@ def describe_failure(report: Failed | Died, num_ranks: int) -> DistmegaError:
 
 
 def _explain_silence(
-    team: RunningRanks, states: dict[int, str], limit_s: float
+    team: RunningRanks, states: dict[int, str], job: Job
 ) -> Generator[Event, None, DistmegaError]:
-    """Return the error for ranks of which nothing is heard; a failure that comes while they are
-    asked where they stand explains it better, and a value that comes then is yielded.
+    """Return the error for ranks that have not all started in time, or of which nothing is heard; a
+    failure that comes while they are asked where they stand explains it better, and a value that
+    comes then is yielded.
     """
     reports = team.ask_positions()
     yield from _emit_values(reports)
@@ -209,14 +211,22 @@ def _explain_silence(
     positions = {report.rank: report.where for report in reports if isinstance(report, Position)}
     stopped = team.find_stopped()
     unknown = "an unknown place: it does not answer"
-    late = [
+    owing = {"starting"} if "starting" in states.values() else {"running"}
+    late = ", ".join(
         f"rank {rank} ({state}, at {positions.get(rank, unknown)}"
         f"{', stopped by a signal' * (rank in stopped)})"
         for rank, state in states.items()
-        if state != "done"
-    ]
+        if state in owing
+    )
+    if "starting" in owing:
+        return RankFailure(
+            f"of {counted(job.num_ranks, 'rank')} not all run {job.start_timeout_s:g} s after their"
+            f" start: {late}",
+            expected="all of them to run within that time",
+            remedy="see where the ranks stand; if they are only slow, raise start_timeout_s",
+        )
     return RankFailure(
-        f"no news for {limit_s:g} s from {', '.join(late)}",
+        f"no news for {job.timeout_s:g} s from {late}",
         expected="a value, or the end, from every rank within that time",
         remedy="see where the ranks stand; if they are only slow, raise DISTMEGA_TIMEOUT_S, or"
         " timeout_s where that was given",

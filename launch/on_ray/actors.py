@@ -136,11 +136,13 @@ class RayTeam:
     heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
     next_check_s: float = 0.0
 
-    def start(self) -> None:
+    def start(self) -> float:
+        """The time to reserve room for them is not that of their start."""
         self.owns_ray = connect()
         self.group = reserve_ranks(self.job, waits=not self.owns_ray or bool(cluster_address()))
+        started_s = time.monotonic()
         try:
-            self._start_ranks(self.group)
+            self._start_ranks(self.group, started_s + self.job.start_timeout_s)
         except ray.exceptions.RayError as error:
             remedy = "install distmega on every node; if it is only slow, raise start_timeout_s"
             if NEVER_RAN in str(error) and os.environ.get("RAY_AUTH_MODE") == "token":
@@ -150,6 +152,7 @@ class RayTeam:
                 expected=f"all of them to answer within {self.job.start_timeout_s:g} s",
                 remedy=remedy,
             ) from error
+        return started_s
 
     def poll(self, timeout_s: float) -> Sequence[Report]:
         deadline = time.monotonic() + timeout_s
@@ -193,20 +196,23 @@ class RayTeam:
             ray.shutdown()
         self.actors, self.group, self.owns_ray = [], None, False
 
-    def _start_ranks(self, group: PlacementGroup) -> None:
+    def _start_ranks(self, group: PlacementGroup, deadline_s: float) -> None:
         groups = {HEARTBEAT_GROUP: 1}
         actor_class = ray.remote(concurrency_groups=groups)(RankActor)  # type: ignore[call-overload]
         for index in range(self.job.num_ranks):
             options = _actor_options(self.job, group, index)
             self.actors.append(actor_class.options(**options).remote())
-        timeout_s = self.job.start_timeout_s
+
+        def get(asked: Any) -> Any:
+            return ray.get(asked, timeout=max(0.0, deadline_s - time.monotonic()))
+
         asked = [actor.take_seat.remote(index) for index, actor in enumerate(self.actors)]
-        seats = self.seats = sorted(ray.get(asked, timeout=timeout_s))
+        seats = self.seats = sorted(get(asked))
         self.actors = [self.actors[seat.index] for seat in seats]
         is_one_node = len({seat.node for seat in seats}) == 1
         hosts = [LOOPBACK if is_one_node else seat.address for seat in seats]
-        opened = self.actors[0].open_store.remote(hosts[0], timeout_s)
-        address = (hosts[0], ray.get(opened, timeout=timeout_s))
+        opened = self.actors[0].open_store.remote(hosts[0], self.job.start_timeout_s)
+        address = (hosts[0], get(opened))
         contexts = make_contexts(seats, self.job.device, self.job.timeout_s)
         for rank, (actor, context) in enumerate(zip(self.actors, contexts, strict=True)):
             run = actor.run.options(num_returns="streaming")

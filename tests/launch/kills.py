@@ -23,9 +23,10 @@ def tell(what: object) -> None:
 class TellingTeam(LocalTeam):
     """Tells the processes of its ranks as soon as they are."""
 
-    def start(self) -> None:
-        super().start()
+    def start(self) -> float:
+        started_s = super().start()
         tell([rank.process.pid for rank in self.ranks])
+        return started_s
 
 
 def run(num_ranks: int) -> None:

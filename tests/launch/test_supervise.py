@@ -1,6 +1,7 @@
 """Whom a launcher names, whatever order reports come in: played by a team without processes."""
 
 import itertools
+import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,8 +38,9 @@ class PlayedTeam:
     now_s: float = 0.0
     calls: list[str] = field(default_factory=list)
 
-    def start(self) -> None:
+    def start(self) -> float:
         self.calls.append("start")
+        return self.now_s
 
     def poll(self, timeout_s: float) -> Sequence[Report]:
         if self.batches:
@@ -119,6 +121,26 @@ def test_what_comes_while_positions_are_asked_is_judged(monkeypatch: pytest.Monk
     answers = [Position(rank=0, where="f (a.py:1)"), Died(rank=1, how=KILLED)]
     error = error_of(PlayedTeam([READY, [], []], answers), monkeypatch)
     assert error.found == f"rank 1 of 4 {KILLED}"
+
+
+def test_ranks_that_start_too_slowly_are_named_whatever_others_report(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The limit is of the whole start, not of each silence in it."""
+    value = Value(rank=0, data=pickle.dumps(1))
+    team = PlayedTeam([READY[:2]], [Position(rank=3, where="f (a.py:1)")])
+
+    def poll(timeout_s: float) -> Sequence[Report]:
+        team.now_s += min(timeout_s, LIMIT_S / 4)
+        assert team.now_s <= LIMIT_S, "longer than the start may take"
+        return [value] if timeout_s > LIMIT_S / 4 else []
+
+    team.poll = lambda timeout_s: team.batches.pop(0) if team.batches else poll(timeout_s)
+    error = error_of(team, monkeypatch)
+    assert error.found == (
+        "of 4 ranks not all run 8 s after their start: rank 2 (starting, at an unknown place: it"
+        " does not answer), rank 3 (starting, at f (a.py:1))"
+    )
 
 
 def test_a_silent_team_is_described_rank_by_rank(monkeypatch: pytest.MonkeyPatch):
