@@ -26,7 +26,7 @@ from distmega.engine.requests import Doing, Loaded
 logger = logging.getLogger(__name__)
 
 LINE_S = 10.0
-"""Seconds before the first line and between two, where there is no terminal."""
+"""Seconds of loading before the first line and between two, where there is no terminal."""
 WORDS = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
 BAR = TextColumn("loading weights"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
 
@@ -57,7 +57,8 @@ class LoadingBar:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar: Progress | None = None
-        self._last_line = time.monotonic()
+        self._last_line: float | None = None
+        """When the last line came, or weights began to be loaded."""
 
     def say(self, what: str) -> None:
         """What is done from now on."""
@@ -73,6 +74,8 @@ class LoadingBar:
                 self.close()
                 self._bar = self._open(BAR, "weights", loaded.all_bytes)
             self._bar.update(self._bar.task_ids[0], completed=loaded.done_bytes)
+        elif self._last_line is None:
+            self._last_line = time.monotonic()
         elif time.monotonic() - self._last_line >= LINE_S:
             self._last_line = time.monotonic()
             done, whole = loaded.done_bytes / 1e9, loaded.all_bytes / 1e9
