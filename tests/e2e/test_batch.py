@@ -16,6 +16,7 @@ from distmega.launch.launchers import launch
 from distmega.models.sampling import MOST_LIKELY, Sampling
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.load import open_model
+from tests.calls import num_calls
 from tests.e2e.running import relative_error
 from tests.e2e.targets import MeasureBatch
 from tests.models.files import FAMILIES
@@ -58,6 +59,18 @@ def open_tiny(batch: int, sampling: Sampling = MOST_LIKELY) -> Engine:
     options = EngineOptions(max_context=32, num_sms=3, batch=batch)
     comm = SingleCommunicator(mesh)
     return Engine(open_model("tiny-llama"), mesh, comm, options, sampling=sampling)
+
+
+def test_a_token_takes_a_bounded_number_of_calls() -> None:
+    """Of Python and of C, some 730 a layer."""
+    engine = open_tiny(1)
+
+    def calls_of(num_tokens: int) -> int:
+        return num_calls(lambda: [*engine.generate([5, 6], num_tokens, ignore_eos=True)])
+
+    calls_of(4)  # what is made once
+    few, many = calls_of(4), calls_of(14)
+    assert many - few < 10 * 900 * engine.decode_plan.config.num_layers
 
 
 def test_generating_together_equals_generating_alone() -> None:

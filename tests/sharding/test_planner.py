@@ -1,7 +1,6 @@
 """What a one-line request becomes: tensor parallelism from costs, shared layouts, limits, speed."""
 
 import math
-import time
 from dataclasses import replace
 from itertools import product
 
@@ -337,12 +336,9 @@ def test_planning_grows_with_the_layers_alone():
     assert num_calls(lambda: plan_on_8(many)) < 4.4 * num_calls(lambda: plan_on_8(few))
 
 
-@pytest.mark.nightly  # the machine has nothing else to do then
-def test_80_layers_are_planned_fast():
+def test_80_layers_are_planned_with_a_bounded_number_of_calls():
     program = decoder(layers=80, **LARGE)
-    start = time.process_time()
-    plan_on_8(program)
-    assert time.process_time() - start < 1.5
+    assert num_calls(lambda: plan_on_8(program)) < 2.4e6
 
 
 def test_the_verifier_refuses_allocations_that_loops_do_not_match():

@@ -1,6 +1,5 @@
 """Random programs under random device and stream annotations: exact, checked, peaks as reported."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -118,8 +117,7 @@ def test_planning_and_lowering_grow_with_the_layers_alone():
     assert num_calls(lambda: lower(40)) < 4.4 * num_calls(lambda: lower(10))
 
 
-@pytest.mark.nightly  # the machine has nothing else to do then
-def test_80_layers_are_planned_and_lowered_in_two_seconds():
-    start = time.process_time()
-    lower(80)
-    assert time.process_time() - start < 2
+@pytest.mark.nightly  # as the last, but for its size
+def test_80_layers_are_planned_and_lowered_with_a_bounded_number_of_calls():
+    """Two seconds of an idle core, where the number is what it was."""
+    assert num_calls(lambda: lower(80)) < 11.6e6
