@@ -1,5 +1,6 @@
-"""Arithmetic at 50 digits, for programs with exp, roots and other functions of real numbers."""
+"""Arithmetic of exact fractions; at 50 digits for programs with exp, roots and the like."""
 
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import mpmath
 import numpy as np
 
-from distmega.superopt.graph.arithmetic import Exact, Planes
+from distmega.superopt.graph.arithmetic import Arithmetic, Planes, objects
 
 DIGITS = 50
 
@@ -15,6 +16,52 @@ DIGITS = 50
 def wide(x: Any) -> Any:
     """A fraction at 50 digits."""
     return mpmath.mpf(x.numerator) / x.denominator if isinstance(x, Fraction) else x
+
+
+class Exact(Arithmetic):
+    """Fractions; one plane of objects. ZeroDivisionError where a divisor is zero, ArithmeticError
+    where a result need not be rational (exp, sqrt and the like).
+    """
+
+    def constant(self, value: float) -> Planes:
+        return (objects([Fraction(value)]),)
+
+    def add(self, a: Planes, b: Planes) -> Planes:
+        return (a[0] + b[0],)
+
+    def mul(self, a: Planes, b: Planes) -> Planes:
+        return (a[0] * b[0],)
+
+    def div(self, a: Planes, b: Planes) -> Planes:
+        return (a[0] / b[0],)
+
+    def exp(self, a: Planes) -> Planes:
+        return self.opaque("exp", [a])
+
+    def sqrt(self, a: Planes) -> Planes:
+        return self.opaque("sqrt", [a])
+
+    def opaque(self, name: str, args: Sequence[Planes]) -> Planes:
+        if name not in RATIONAL:
+            raise ArithmeticError(f"{name} of a fraction need not be one")
+        call = np.frompyfunc(RATIONAL[name], len(args), 1)
+        return (np.asarray(call(*(a[0] for a in args)), dtype=object),)
+
+    def sum(self, a: Planes, dims: tuple[int, ...]) -> Planes:
+        return (np.asarray(a[0].sum(axis=dims), dtype=object),)
+
+    def extreme(self, a: Planes, dims: tuple[int, ...], combine: str) -> Planes:
+        found = a[0].max(axis=dims) if combine == "max" else a[0].min(axis=dims)
+        return (np.asarray(found, dtype=object),)
+
+
+RATIONAL: dict[str, Callable[..., Any]] = {
+    "relu": lambda x: max(x, 0 * x), "abs": abs, "maximum": max, "minimum": min,
+    "floor": lambda x: Fraction(math.floor(x)), "eq": lambda x, y: Fraction(x == y),
+    "lt": lambda x, y: Fraction(x < y), "le": lambda x, y: Fraction(x <= y),
+    "where": lambda x, y, z: y if x != 0 else z,
+}  # fmt: skip
+"""Functions of OPAQUE that give fractions of fractions."""
 
 
 class Digits(Exact):

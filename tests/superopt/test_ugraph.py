@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from distmega.errors import DistmegaError, ParseError, VerifyError
-from distmega.superopt.graph.arithmetic import Exact, Float
+from distmega.superopt.graph.arithmetic import Float
 from distmega.superopt.graph.interpret import run_graph
 from distmega.superopt.graph.text import parse_graph, print_graph
 from distmega.superopt.graph.ugraph import UGraph, rescalings, shared_bytes
 from distmega.superopt.graph.verify import verify_graph
-from tests.superopt.exact import random_fractions
+from tests.superopt.exact import Exact, random_fractions
 from tests.superopt.graphs import NORM_LINEAR
 
 SPLIT = """\

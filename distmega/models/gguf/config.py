@@ -48,7 +48,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         max_positions=max_positions,
         norm_eps=fields.number(f"{name}.attention.layer_norm_rms_epsilon"),
         rope_base=fields.number(f"{name}.rope.freq_base", 10000.0),
-        rope_scaling=_rope_scaling(file, name, head_dim, max_positions),
+        rope_scaling=_rope_scaling(file, name, max_positions),
         tied="output.weight" not in file.tensors,
         windows=(window,) * num_layers if window else (),
         qkv_bias=name == "qwen2",
@@ -68,7 +68,7 @@ def _refuse_unsupported(fields: Fields, name: str, head_dim: int) -> None:
             raise ModelError(found, expected=str(wanted), remedy="use another model")
 
 
-def _rope_scaling(file: GgufFile, name: str, head_dim: int, max_positions: int) -> RopeScaling:
+def _rope_scaling(file: GgufFile, name: str, max_positions: int) -> RopeScaling:
     fields = file.metadata
     if ROPE_FACTORS in file.tensors:
         tensor = file.tensors[ROPE_FACTORS]

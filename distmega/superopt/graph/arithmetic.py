@@ -1,15 +1,14 @@
-"""What numbers a graph is run over: exact fractions and float64 here, residues of two primes in
-fields.py, half floats with a bound of their rounding in rounding.py, counts of terms in terms.py.
+"""What numbers a graph is run over: float64 here, residues of two primes in proof/fields.py, half
+floats with a bound of their rounding in proof/rounding.py, counts of terms in proof/counting.py.
 
 Comes in: arrays of shape [samples, ...], several planes of them where a number needs several parts.
 Goes out: the same. A program and a graph that are run over one arithmetic on the same samples can
-be compared. Next: reference.py for programs, interpret.py for graphs.
+be compared. Next: proof/reference.py for programs, interpret.py for graphs.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -139,52 +138,6 @@ def without_powers(tree: expr.Expr) -> expr.Expr:
                 product = expr.Call("mul", (product, base))
             return product if power > 0 else expr.Call("div", (expr.Const(1.0), product))
     return expr.Call(tree.fn, args)
-
-
-class Exact(Arithmetic):
-    """Fractions; one plane of objects. ZeroDivisionError where a divisor is zero, ArithmeticError
-    where a result need not be rational (exp, sqrt and the like).
-    """
-
-    def constant(self, value: float) -> Planes:
-        return (objects([Fraction(value)]),)
-
-    def add(self, a: Planes, b: Planes) -> Planes:
-        return (a[0] + b[0],)
-
-    def mul(self, a: Planes, b: Planes) -> Planes:
-        return (a[0] * b[0],)
-
-    def div(self, a: Planes, b: Planes) -> Planes:
-        return (a[0] / b[0],)
-
-    def exp(self, a: Planes) -> Planes:
-        return self.opaque("exp", [a])
-
-    def sqrt(self, a: Planes) -> Planes:
-        return self.opaque("sqrt", [a])
-
-    def opaque(self, name: str, args: Sequence[Planes]) -> Planes:
-        if name not in RATIONAL:
-            raise ArithmeticError(f"{name} of a fraction need not be one")
-        call = np.frompyfunc(RATIONAL[name], len(args), 1)
-        return (np.asarray(call(*(a[0] for a in args)), dtype=object),)
-
-    def sum(self, a: Planes, dims: tuple[int, ...]) -> Planes:
-        return (np.asarray(a[0].sum(axis=dims), dtype=object),)
-
-    def extreme(self, a: Planes, dims: tuple[int, ...], combine: str) -> Planes:
-        found = a[0].max(axis=dims) if combine == "max" else a[0].min(axis=dims)
-        return (np.asarray(found, dtype=object),)
-
-
-RATIONAL: dict[str, Callable[..., Any]] = {
-    "relu": lambda x: max(x, 0 * x), "abs": abs, "maximum": max, "minimum": min,
-    "floor": lambda x: Fraction(math.floor(x)), "eq": lambda x, y: Fraction(x == y),
-    "lt": lambda x, y: Fraction(x < y), "le": lambda x, y: Fraction(x <= y),
-    "where": lambda x, y, z: y if x != 0 else z,
-}  # fmt: skip
-"""Functions of OPAQUE that give fractions of fractions."""
 
 
 def objects(values: Sequence[Any]) -> Array:

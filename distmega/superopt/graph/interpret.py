@@ -5,7 +5,6 @@ reference.py gives them for a program. A rescaling sees the whole loop's maximum
 accumulator does in the end. Next: equivalence.py.
 """
 
-import math
 from collections.abc import Mapping
 from itertools import product
 
@@ -166,12 +165,3 @@ def _run_op(op: BlockOp, args: list[Named], arithmetic: Arithmetic) -> Named:
             )
             return join([args[0], other], op.reduced[0], op.joined)
     return reduce(arithmetic, args[0], op.reduced, op.kind)
-
-
-def num_points(graph: UGraph) -> int:
-    """Elements of the largest contraction, all axes counted: what a run over arrays needs."""
-    extents, most = joint_extents(graph), 1
-    for kernel in graph.kernels:
-        for op in kernel.ops:
-            most = max(most, math.prod(extents[axis] for axis in {*op.axes, *op.reduced}))
-    return most

@@ -234,7 +234,7 @@ class HfDecoder:
             return [*found, p.value_of(chosen)] if peaks else found
 
         with torch.device("cpu"):
-            step = _DecodeStep(self, num_rows, max_context, batch, dtype, prompt, logits)
+            step = _DecodeStep(self, max_context, batch, dtype, prompt, logits)
             layers = [] if self.states else _layers(step, self.num_layers)
             with EXPORTING:
                 fix_frequencies(step.model, max_context)
@@ -454,7 +454,6 @@ class _DecodeStep(nn.Module):
     def __init__(
         self,
         decoder: HfDecoder,
-        num_rows: int,
         max_context: int,
         batch: int,
         dtype: str,

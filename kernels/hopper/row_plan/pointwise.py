@@ -76,7 +76,7 @@ def add_pointwise(draft: RowDraft, nth: int, op: FusedPointwise) -> None:
         )
 
 
-def add_gather(draft: RowDraft, nth: int, op: FusedGather) -> None:
+def add_gather(draft: RowDraft, op: FusedGather) -> None:
     """All columns lie where ranks have pushed them. What is taken otherwise than by polling is
     kept by the SMs whose rows it is.
     """

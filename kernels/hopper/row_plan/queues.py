@@ -177,7 +177,7 @@ def add_instructions(draft: RowDraft, i: int, op: Fused) -> None:
         case FusedPointwise():
             add_pointwise(draft, i, op)
         case FusedGather():
-            add_gather(draft, i, op)
+            add_gather(draft, op)
         case FusedChoice():
             add_choice(draft, op)
 

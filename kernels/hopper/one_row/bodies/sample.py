@@ -188,7 +188,7 @@ def lower_bound(values, lowest, highest, top_k):
 
 
 @gluon.jit
-def publish(x, bound, symmetric, first, sm, flag, ROWS: gl.constexpr):
+def publish(x, bound, symmetric, first, sm, flag):
     """This SM's logits from `bound` on, in chunks; slots left of the last chunk hold -inf, and a
     full chunk is followed by another.
     """
@@ -290,7 +290,7 @@ def find_cutoff(x, sampling, symmetric, first, sm, num_sms, flag, ROWS: gl.const
     publish_peaks(x, symmetric, first, sm, flag, ROWS)
     low, highest = find_bound(sampling, symmetric, first, num_sms, flag)
     first += CHUNK_WORDS
-    publish(x, low, symmetric, first, sm, flag, ROWS)
+    publish(x, low, symmetric, first, sm, flag)
     return search(low, highest, sampling, symmetric, first, num_sms, flag, ROWS)
 
 
