@@ -147,12 +147,14 @@ def misfit(
     found: object,
     wanted: program.Tensor,
     expected: str = "",
-    remedy: str = "pass every input, weight and state of this rank by name",
+    remedy: str = "give this rank's part of it in that type",
 ) -> ProgramError:
     """What to raise for something that doesn't fit. expected: beside its type and shape; remedy:
-    unless it is a tensor whose values don't lie in memory.
+    for a tensor whose values lie in memory.
     """
-    if isinstance(found, Tensor) and not is_dense(found):
+    if not isinstance(found, Tensor):
+        remedy = "pass every input, weight and state of this rank by name"
+    elif not is_dense(found):
         remedy = (
             "give a dense tensor that holds values, outside of torch.func, torch.vmap and "
             "FakeTensorMode"
