@@ -3,9 +3,10 @@
 #
 #     RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265 launch/ray_job.sh RESULT generate MODEL "prompt" --tp 2
 #
-# The job runs on the cluster's head node with the python3 of PATH there (PYTHON names another), and
-# starts its ranks through Ray; commands that start none, such as doctor, run there as they are. RESULT, a path that this machine and the head node share, gets what the
-# command prints, RESULT.code its exit code: that of `ray job submit` says only whether the job ran.
+# The job runs on the cluster's head node with the python3 of PATH there (PYTHON names another), and starts its ranks
+# through Ray; commands that start none, such as doctor, run there as they are. RESULT, a path that this machine and the
+# head node share, gets what the command prints, RESULT.code its exit code: that of `ray job submit` says only whether
+# the job ran.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then

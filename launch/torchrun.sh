@@ -9,7 +9,7 @@
 # nameless file of this user instead, and rank 0 opens the store of the ranks. Ctrl-C ends it with 130.
 set -euo pipefail
 
-if [ $# -lt 2 ]; then
+if [ $# -lt 2 ] || ! [[ $1 =~ ^([1-9][0-9]*|auto|cpu|gpu)$ ]]; then
   echo "usage: launch/torchrun.sh NUM_RANKS COMMAND [ARGUMENT ...]" >&2
   exit 2
 fi

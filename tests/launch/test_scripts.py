@@ -114,6 +114,13 @@ def test_torchrun_and_local(tmp_path: Path) -> None:
     assert done.stdout == as_printed(*command, "--launcher", "local")
 
 
+@pytest.mark.parametrize("num_ranks", ["generate", "0", "2.5", "-1", ""])
+def test_torchrun_without_a_number_of_ranks(num_ranks: str, tmp_path: Path) -> None:
+    done = run_script(tmp_path, "torchrun.sh", num_ranks, "generate", "m", PROMPT)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: launch/torchrun.sh NUM_RANKS ")
+
+
 def commands() -> dict[str, bool]:
     """The commands of distmega; whether they start ranks."""
     return {
