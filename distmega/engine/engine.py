@@ -6,7 +6,6 @@ Decode runs a megakernel, of several steps a launch on a GPU, or library ops whe
 model (opening.py). Both share one weights arena and one KV cache. Next on the walk: opening.py.
 """
 
-import logging
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -73,8 +72,6 @@ from distmega.sharding.stages import AXIS
 from distmega.sources.copied_source import open_copies
 from distmega.sources.load import ModelSource
 from distmega.trace_file import Span
-
-logger = logging.getLogger(__name__)
 
 
 class Engine(OwnProcess):
@@ -230,7 +227,7 @@ class Engine(OwnProcess):
         *,
         ignore_eos: bool = False,
     ) -> Iterator[int]:
-        """As generate_all, of one prompt."""
+        """As generate_all, of one prompt: its tokens one by one."""
         given = None if sampling is None else [sampling]
         for (token,) in self.generate_all([prompt], limit, given, ignore_eos=ignore_eos):
             yield token
@@ -244,7 +241,8 @@ class Engine(OwnProcess):
         ignore_eos: bool = False,
     ) -> Iterator[tuple[int, ...]]:
         """Tokens after each prompt, a step at a time, until a cache is full, there are `limit`
-        steps, or all sequences have ended, each with one of eos_ids; starts new sequences.
+        steps (0 sets no limit), or all sequences have ended, each with one of eos_ids; starts new
+        sequences.
 
         A sequence that has ended repeats its end token while others go on. sampling: of these
         prompts, one for all or one for each, instead of the engine's own. ignore_eos: no token ends

@@ -7,7 +7,6 @@ concurrency group of their own. What concerns the cluster is in launch/on_ray/cl
 other file that imports Ray. Next: launch/worker.py.
 """
 
-import logging
 import os
 import time
 from collections import Counter
@@ -34,8 +33,6 @@ from distmega.launch.worker import (
     start_logging,
     supervised_timeout_s,
 )
-
-logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 HEARTBEAT_LIMIT_S = 30.0
