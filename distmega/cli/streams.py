@@ -2,7 +2,7 @@
 encoding and width.
 
 In: the process's streams and environment. Out: streams that can be written to, and bounded text of
-files. Used by main.py.
+files. Used by all commands.
 """
 
 import os

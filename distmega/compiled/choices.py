@@ -1,6 +1,6 @@
 """What a caller chooses for a compiled program, and what is refused before anything is planned.
 
-Used by compile.py and program.py.
+Used by compile.py, program.py and lowering.py.
 """
 
 from collections.abc import Sequence

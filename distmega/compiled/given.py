@@ -3,7 +3,8 @@ each must be.
 
 Comes in: a program and the host program of this rank. Goes out: ProgramError for a tensor that is
 none of them, does not fit, or shares memory that it must not; RequestError for ids that a table has
-no row for. Used by bindings.py, which keeps tensors, and parts.py, which cuts them.
+no row for. Made by program.py; used by bindings.py, which keeps tensors, parts.py, which cuts them,
+and running.py.
 """
 
 import math

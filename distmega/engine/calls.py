@@ -3,7 +3,7 @@ calls, and no call behind one in which ranks parted.
 
 Comes in: the number of threads and processes that a user happens to have. Goes out: the work of one
 call after the other, or RequestError, since caches and positions belong to one caller. Used by
-engine.py.
+engine.py; packing.py and prefill.py take its Tokens.
 """
 
 import os

@@ -3,8 +3,8 @@
 In: a key of plain values, and what makes the value. Out: the value, from the file of an earlier
 process or made now and written. A file is of one state of distmega's own files, of the versions of
 Python, torch and triton, and of one kind of machine, and is read only where its whole key is the
-same. Used by engine.py, opening.py, prefill.py and compiled/lowering.py; next on the walk:
-decode_plan.py.
+same. Used by engine.py, opening.py, prefill.py, compiled/lowering.py and compiled/program.py; next
+on the walk: decode_plan.py.
 """
 
 import hashlib

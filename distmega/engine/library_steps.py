@@ -2,7 +2,7 @@
 
 Comes in: an evaluator of a decode step's host program and the tensors that it works on. Goes out: a
 SteppingRunner. Tokens, positions and which rows count are in the memory of the device, so that the
-host is asked for nothing between steps. All ranks of the mesh take the same steps. Used by
+host is asked for nothing between steps. All ranks of the mesh take the same steps. Made by
 opening.py; next on the walk: steps_ahead.py.
 """
 

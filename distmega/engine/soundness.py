@@ -1,7 +1,8 @@
 """Numbers that are none: weights, caches or logits with NaN or infinities, and where they began.
 
 Comes in: tensors of a rank. Goes out: nothing, or a ModelError that names the first bad one: tokens
-chosen from such logits mean nothing. Used by weight_loading.py and engine.py.
+chosen from such logits mean nothing. Used by weight_loading.py,
+prefill.py and engine.py.
 """
 
 import math

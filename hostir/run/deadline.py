@@ -3,7 +3,8 @@
 Comes in: a mark behind each call. Goes out: HangError where it is waited for, in time. A host that
 never waits so, and hangs in torch.cuda.synchronize, is ended by a thread, one for all programs, as
 torch's watchdog ends one that waits for a collective outside of graphs. Used by
-distmega/compiled/program.py, engine/prefill.py and engine/library_steps.py.
+distmega/compiled/program.py, and by engine.py, opening.py, prefill.py and library_steps.py of
+distmega/engine/.
 """
 
 import logging

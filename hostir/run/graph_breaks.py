@@ -1,7 +1,8 @@
 """What ends a CUDA graph: nodes and tensors for which each run needs the host, said by name.
 
 Comes in: a host program, what runs it, tensors to bind. Goes out: one line for each thing that
-can't be captured; none where the whole program is one graph. Used by cuda_graph.py.
+can't be captured; none where the whole program is one graph. Used by evaluator.py,
+cuda_graph.py and distmega/compiled/replay.py.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -1,8 +1,9 @@
 """Kernels compiled before they run, several at once.
 
 In: a block in which kernels are launched, or warmed up. Out: the kernels, compiled, and those that
-were launched, ready to run. Used by pipelined/families.py, engine/prefill.py and
-engine/library_steps.py; next: ../pipelined/tuning.py.
+were launched, ready to run. Used by pipelined/families.py, engine/prefill.py,
+engine/library_steps.py, and for their launches by kernels of library ops; next:
+../pipelined/tuning.py.
 """
 
 import os

@@ -2,7 +2,7 @@
 costs beside its work.
 
 In: nothing. Out: a number that grows; kernels that Triton finds in its cache don't count. Used by
-distmega/compiled/program.py.
+distmega/compiled/program.py, and by those who ask for Triton before they import kernels.
 """
 
 import importlib

@@ -227,11 +227,11 @@ def test_the_changelog_keeps_its_form():
 
 def test_files_that_pages_name_exist():
     tops = [ROOT / top for top in ("distmega", "sharding", "hostir", "kernels", "launch", "bench")]
-    symmetric_buffers = [ROOT, *tops, *(folder for top in tops for folder in top.rglob("*/"))]
+    folders = [ROOT, *tops, *(folder for top in tops for folder in top.rglob("*/"))]
     missing = []
     for page in PAGES:
         for name in re.findall(r"`([\w./]+\.(?:py|sh|json|toml|md))[:`]", prose(page)):
-            if "/" in name and not any((room / name).exists() for room in symmetric_buffers):
+            if "/" in name and not any((folder / name).exists() for folder in folders):
                 missing.append(f"{page.name}: {name}")
     assert not missing
 

@@ -1,7 +1,7 @@
 """Folds what equal layers repeat: names and lines that differ in the number of a layer only.
 
 Comes in: lines of text. Goes out: fewer lines, blocks that come again once, with how often and for
-which layers. Used by text.py and page.py for plan and host program alike.
+which layers. Used by text.py, page.py and diagram.py, for plan and host program alike.
 """
 
 import re

@@ -1,7 +1,7 @@
 """What ranks decide together, before any of them does something that needs the others.
 
 Comes in: what one rank sees. Goes out: the same answer or error on every rank that asks. Used by
-engine.py and compiled/lowering.py.
+engine.py, opening.py, compiled/lowering.py and compiled/program.py.
 """
 
 from collections.abc import Callable, Sequence

@@ -34,8 +34,9 @@ LINE_BYTES = 128
 class _Channel:
     """What goes one way between this rank and a peer; turns are counted alike on both sides.
 
-    slots: where the sender writes, and the receiver reads. full, free: addresses of the flags, as
-    this rank sees them: [mine to wait for, the peer's to set].
+    slots: where the sender writes, and the receiver reads. mine, theirs: addresses of each slot's
+    flags, as this rank sees them: of the one that it waits for, in its memory, and of the one that
+    it sets, in the peer's. turn: number of the next piece.
     """
 
     slots: tuple[Tensor, ...]
