@@ -2,7 +2,7 @@
 
 In: prompts by slot, the tensors of the rank. Out: the token after each prompt. A pass takes rows of
 several prompts end to end; which rows are whose is data, so that a program serves every pass of its
-size (decode_plan.prefill_size). A program of library ops is planned once for a range of sizes and
+size (prefill_plan.prefill_size). A program of library ops is planned once for a range of sizes and
 given other extents for each size. On GPUs a size that is needed again becomes a CUDA graph. Used by
 engine.py; next on the walk: packing.py, pass_memory.py, hostir/run/cuda_graph.py.
 """
@@ -17,16 +17,11 @@ from torch import Tensor
 
 from distmega.collecting import gc_paused
 from distmega.engine.calls import Tokens
-from distmega.engine.decode_plan import (
-    BY_ROWS,
-    DecodePlan,
-    lower_prefill,
-    num_micro_batches,
-    prefill_size,
-)
+from distmega.engine.decode_plan import DecodePlan
 from distmega.engine.kept_plans import NOTHING_KEPT, KeptPlans
 from distmega.engine.packing import ROWS, PromptPart, keys_a_row, pack_prompts
 from distmega.engine.pass_memory import PassMemory, SentRows, SentTokens
+from distmega.engine.prefill_plan import BY_ROWS, lower_prefill, num_micro_batches, prefill_size
 from distmega.engine.soundness import run_ops
 from distmega.errors import UnsupportedError
 from distmega.hostir import late as host_late

@@ -16,9 +16,10 @@ import torch
 
 from distmega.compiled import lowering
 from distmega.engine import kept_plans
-from distmega.engine.decode_plan import DecodePlan, lower_decode, lower_prefill, plan_decode
+from distmega.engine.decode_plan import DecodePlan, lower_decode, plan_decode
 from distmega.engine.kept_plans import NOTHING_KEPT, KeptPlans
 from distmega.engine.prefill import Prefills
+from distmega.engine.prefill_plan import lower_prefill
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels import whole

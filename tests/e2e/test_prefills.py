@@ -6,9 +6,10 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from distmega.engine.decode_plan import lower_decode, plan_decode, prefill_size
+from distmega.engine.decode_plan import lower_decode, plan_decode
 from distmega.engine.engine import Engine
 from distmega.engine.prefill import Prefills
+from distmega.engine.prefill_plan import prefill_size
 from distmega.engine.requests import EngineOptions
 from distmega.errors import RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
@@ -70,7 +71,7 @@ def test_filled_up_prompts_give_the_tokens_of_exact_ones(sampling: Sampling, bat
 def test_sizes_are_few_and_hold_the_prompt():
     decode_plan = open_tiny().decode_plan
     assert [prefill_size(decode_plan, num, CONTEXT) for num in (1, 17, 40)] == [1, 17, 40]
-    with patch("distmega.engine.decode_plan.CPU", None):
+    with patch("distmega.engine.prefill_plan.CPU", None):
         assert [prefill_size(decode_plan, num, CONTEXT) for num in (1, 17, 48)] == [1, 17, 48]
         sizes = {num: prefill_size(decode_plan, num, 8192) for num in range(1, 8193)}
     assert all(num <= size <= max(1.125 * num + 1, num + 63) for num, size in sizes.items())

@@ -5,13 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distmega.engine.decode_plan import (
-    DecodePlan,
-    lower_decode,
-    lower_library_decode,
-    lower_prefill,
-    plan_decode,
-)
+from distmega.engine.decode_plan import DecodePlan, lower_decode, lower_library_decode, plan_decode
+from distmega.engine.prefill_plan import lower_prefill
 from distmega.engine.requests import EngineOptions
 from distmega.errors import UnsupportedError
 from distmega.hostir.ir.nodes import HostProgram, LibraryOp
