@@ -71,7 +71,9 @@ def locate_model(name: str | PathLike[str], *, weights: bool = False) -> Locatio
             remedy = "give a Hugging Face model's folder, or the path of a .gguf file"
             if (path / _ADAPTER).is_file():
                 found += f", and {_ADAPTER} is of an adapter"
-                remedy = "merge it into its model (merge_and_unload of peft), save that, and give it"
+                remedy = (
+                    "merge it into its model by merge_and_unload of peft, and save and give that"
+                )
             raise ModelError(found, expected=f"{_CONFIG} in it", remedy=remedy)
         return Location(kind="folder", name=name, path=path)
     kinds: dict[str, Literal["gguf", "config"]] = {".gguf": "gguf", ".json": "config"}
@@ -106,9 +108,9 @@ def read_config(name: str | PathLike[str]) -> AnyDecoder:
 
 
 def config_at(location: Location) -> AnyDecoder:
-    """The configuration at a location; a folder's generation_config.json adds tokens that end an
-    answer, and where neither file names one they are those that the family has. A model that our own decoders don't cover is read by transformers, where that is
-    installed.
+    """The configuration at a location. Tokens that end an answer are those that config.json and a
+    folder's generation_config.json name, and where neither names one those of the family. A model
+    that our own decoders don't cover is read by transformers, where that is installed.
     """
     if location.kind == "preset":
         return PRESETS[location.name]

@@ -168,7 +168,8 @@ def test_unknown_architecture(tmp_path: Path):
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(
-        ModelError, match="'mamba' .*; expected one of llama, qwen2, qwen3; use .* Hugging Face folder"
+        ModelError,
+        match=r"'mamba' .*; expected one of llama, qwen2, qwen3; use .* Hugging Face folder",
     ):
         open_model(str(tmp_path / "m.gguf"))
 

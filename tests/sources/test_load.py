@@ -85,7 +85,9 @@ def test_paths_that_are_no_model(tmp_path: Path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
         open_model(str(tmp_path / "folder.gguf"))
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"and adapter_config\.json is of an adapter; .* merge it"):
+    with pytest.raises(
+        ModelError, match=r"and adapter_config\.json is of an adapter; .* merge it into its model"
+    ):
         open_model(str(tmp_path))
 
 

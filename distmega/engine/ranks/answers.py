@@ -65,10 +65,10 @@ class GrowingAnswer:
         many characters come with a token, or before what may be one.
         """
         text = self._held + piece
-        places = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if places:
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
             self.finish_reason, self._held, self._is_cut = "stop", "", True
-            _, start = min(places)
+            _, start = min(found)
             given = text[:start]
         else:
             given = text[: len(text) - num_pending(text, self._stop)]

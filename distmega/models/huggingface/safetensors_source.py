@@ -155,8 +155,9 @@ def read_safetensors(folder: Path, config: ModelConfig) -> dict[str, StoredReade
 
 
 def open_arrays(folder: Path, otherwise: str = "") -> dict[str, SafetensorsArray]:
-    """All arrays of the folder by name: of the single file, as transformers has it too, or through
-    the index, or of whatever files there are. otherwise: what else can be done where there are none.
+    """All arrays of the folder by name: of the single file, which comes first for transformers too,
+    through the index, or of whatever files there are. otherwise: what else can be done where there
+    are none.
     """
     for name in (_INDEX, _SINGLE):
         require_target(folder / name)

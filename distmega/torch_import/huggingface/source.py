@@ -40,9 +40,10 @@ _DTYPES = ("F32", "F16", "BF16")
 
 
 def read_decoder(path: Path, eos_ids: tuple[int, ...]) -> HfDecoder:
-    """The decoder that a config.json describes. eos_ids: tokens that end an answer, by default those
-    of its configuration. ModelError for a model with code of its own, for
+    """The decoder that a config.json describes. ModelError for a model with code of its own, for
     one that transformers does not know or can't make a decoder of, and for quantised weights.
+
+    eos_ids: tokens that end an answer; of none, those of the configuration.
     """
     fields = read_json(path)
     kind = fields.text("model_type")
