@@ -71,7 +71,7 @@ def cut_positions(
     require_whole("num_stages", num_stages, least=1, error=PlanError)
     fixed = fixed or {}
     if num_stages > len(program.ops) > 0:
-        raise _too_few_places(program, num_stages, fixed)
+        raise _too_many_stages(program, num_stages, fixed)
     if num_stages == 1:
         return ()
     low, high = _bounds(program, num_stages, fixed)
@@ -89,11 +89,11 @@ def cut_positions(
         if found and min(found)[0] <= BALANCE * ideal:
             break
     if not found:
-        raise _too_few_places(program, num_stages, fixed)
+        raise _too_many_stages(program, num_stages, fixed)
     return tuple(program.ops[at].name for at in min(found)[1])
 
 
-def _too_few_places(program: Program, num_stages: int, fixed: Mapping[str, int]) -> PlanError:
+def _too_many_stages(program: Program, num_stages: int, fixed: Mapping[str, int]) -> PlanError:
     return PlanError(
         f"{counted(num_stages, 'stage')} of program {program.name!r}"
         + (f" with {counted(len(fixed), 'op')} fixed" if fixed else ""),
@@ -138,14 +138,14 @@ def split_stages(program: Program, cuts: Sequence[str]) -> tuple[Stage, ...]:
 
 def _positions(program: Program, cuts: Sequence[str]) -> list[int]:
     """Places of the ops that stages begin with."""
-    places = {op.name: at for at, op in enumerate(program.ops)}
-    if any(name not in places for name in cuts):
+    numbers = {op.name: at for at, op in enumerate(program.ops)}
+    if any(name not in numbers for name in cuts):
         raise PlanError(
-            f"stages that begin with ops {[name for name in cuts if name not in places]}",
+            f"stages that begin with ops {[name for name in cuts if name not in numbers]}",
             expected=f"ops of program {program.name!r}",
             remedy="cut the programs of one model at the same ops",
         )
-    at = [0, *(places[name] for name in cuts)]
+    at = [0, *(numbers[name] for name in cuts)]
     if any(before >= after for before, after in pairwise(at)):
         raise PlanError(
             f"stages that begin with ops {list(cuts)}",
@@ -153,7 +153,7 @@ def _positions(program: Program, cuts: Sequence[str]) -> list[int]:
             remedy="sort them as the program has them, and leave out its first op",
         )
     for name, (first, last) in _undivided(program).items():
-        cut = next((cut for cut in cuts if first < places[cut] <= last), None)
+        cut = next((cut for cut in cuts if first < numbers[cut] <= last), None)
         if cut is not None:
             raise PlanError(
                 f"a stage that begins with op {cut!r}, where {name!r} is used on both sides",

@@ -288,8 +288,8 @@ def _apply(
             like = match.rule, match.sizes, match.constants, *(near.get(op) for op in match.ops)
             if like in useless or not uses.frees(match) or _position(program, match) is None:
                 continue
-            place = _free_number(program, match.rule.name, number)
-            prefix = f"{match.rule.name}#{place}"
+            free = _free_number(program, match.rule.name, number)
+            prefix = f"{match.rule.name}#{free}"
             new = _replaced(program, match, make(match), prefix)
             new_us = cost(new) if cost else -math.inf
             if new_us >= now_us:
@@ -300,7 +300,7 @@ def _apply(
                     continue
             except VerifyError:
                 continue
-            program, number, found = new, place + 1, True
+            program, number, found = new, free + 1, True
             uses, now_us = _Uses(program), new_us if cost else 0.0
             near = surroundings.of(program) if cost else {}
             apart.update(op.name for op in program.ops if op.name.startswith(f"{prefix}."))
@@ -311,7 +311,7 @@ def _free_number(program: Program, rule: str, least: int) -> int:
     """A number by which nothing of the program is named after a rule, as what an earlier call made
     is.
     """
-    names = [each.name for each in (*program.tensors, *program.ops)]
+    names = [*program.tensor_map(), *(op.name for op in program.ops)]
     while any(name.startswith(f"{rule}#{least}.") for name in names):
         least += 1
     return least
