@@ -398,7 +398,7 @@ class GlooCommunicator(TeamCommunicator):
         self._signals: list[dist.Work] = []
         with self._guard("set-up", ""):
             self._groups[""] = self.open_group(mesh.ranks, timeout_s)
-        close_left(self.all_gather_object, mesh.ranks)
+        close_left(self.all_gather_object, mesh.ranks, timeout_s)
 
     def _await(self, work: dist.Work) -> None:
         work.wait(self._wait_limit)

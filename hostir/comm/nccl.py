@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distmega.hostir.comm.collectives import CommHandle, join_handles
 from distmega.hostir.comm.communicator import GlooCommunicator, TeamCommunicator, flat_bytes
+from distmega.hostir.comm.groups import await_gpu
 from distmega.hostir.comm.nccl_signals import Signals
 from distmega.hostir.comm.plain import Plain
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -157,11 +158,11 @@ class NcclCommunicator(TeamCommunicator):
 
     def close(self) -> None:
         """As of TeamCommunicator, and what was kept with it. No graph holds its collectives any
-        longer, since NCCL would wait for that.
+        longer, since NCCL would wait for that. HangError for a GPU that waits for a peer in vain.
         """
         if self._is_closed:
             return
-        torch.cuda.synchronize()
+        await_gpu(self.timeout_s)
         self.barrier()  # no rank writes into another's memory any more
         self.kept.clear()
         self.signals = None

@@ -2,11 +2,13 @@
 forgotten; and the memory that their ranks write into.
 """
 
+import threading
 import weakref
 from types import SimpleNamespace
 
 import pytest
 
+from distmega.errors import HangError
 from distmega.hostir.comm import groups
 from distmega.hostir.comm.groups import close_left
 from distmega.hostir.comm.nccl import NcclCommunicator
@@ -37,6 +39,31 @@ def test_a_group_that_is_left_while_ranks_meet_is_told_of_the_next_time(
     assert (told[1:], closed, groups._left) == ([["late"]], [early, late], [])
 
 
+def test_a_gpu_that_waits_for_a_dead_peer_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    group, never = SimpleNamespace(group_name="nccl of both"), threading.Event()
+    monkeypatch.setattr(groups, "_left", [group])
+    monkeypatch.setattr(groups, "_is_open", lambda group: True)
+    monkeypatch.setattr(groups.dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(groups.torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(groups.torch.cuda, "synchronize", lambda device: never.wait(60.0))
+    with pytest.raises(HangError, match=r"GPU 3 of this rank is still at work after 0\.1 s"):
+        close_left(lambda mine: pytest.fail("peers are told"), (0, 1), 0.1)
+    assert groups._left == [group]
+    never.set()
+
+
+def test_what_a_gpu_fails_with_is_raised(monkeypatch: pytest.MonkeyPatch):
+    def fail(device: int) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(groups.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(groups.torch.cuda, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        groups.await_gpu(60.0)
+
+
 class _Memory:
     """What peers write into; a GPU's is freed only when the GPU is idle, which may be never."""
 
@@ -53,7 +80,8 @@ def test_memory_of_a_rank_that_leaves_lasts_until_its_peers_have_left(
     monkeypatch.setattr(groups, "_is_open", lambda group: group not in closed)
     monkeypatch.setattr(groups.dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(groups.dist, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(groups.torch.cuda, "synchronize", lambda: events.append("GPU idle"))
+    monkeypatch.setattr(groups.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(groups.torch.cuda, "synchronize", lambda device: events.append("GPU idle"))
 
     def close(group: object) -> None:
         events.append("closed")
