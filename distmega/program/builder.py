@@ -374,7 +374,9 @@ class ProgramBuilder:
         self, ids: Handle, num_groups: int, num_rows: Handle | None = None, name: str = ""
     ) -> Routing:
         """Pairs (row, choice) of ids [m, c], integers, sorted by the group that each names.
-        num_rows: an integer [1], the rows in use; by default all.
+        num_rows: an integer [1], the rows in use; by default all. Pairs of others belong to no
+        group: what ops on groups make of them is undefined, and differs where ranks share groups
+        out; scatter_add takes none of it.
         """
         used = self._own(num_rows) if num_rows is not None else None
         op, tensors = experts.route(self._name(name, "route"), self._own(ids), num_groups, used)

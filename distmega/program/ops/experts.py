@@ -73,7 +73,9 @@ def route(name: str, ids: Tensor, num_groups: int, num_rows: Tensor | None = Non
     [num_groups], offsets [num_groups + 1], order [m * c] and slots [m, c].
 
     num_rows: an integer [1], the rows that are in use; pairs of others belong to no group, and come
-    last. By default all are.
+    last. By default all are. Rows of no group are undefined in what is gathered and computed: zeros
+    on ranks that share the groups out, and elsewhere what an op makes of them. Nobody who asks for
+    results of rows in use sees them: scatter_add takes rows of groups alone.
 
     Group g has counts[g] pairs at the positions offsets[g] to offsets[g + 1], in order of their
     numbers row * c + choice. order: the number of the pair at each position. slots: the position of
@@ -251,7 +253,9 @@ def group_range(op: Op, coordinate: Coordinate) -> GroupRange:
 
 
 def keep_groups(x: Any, offsets: Any, groups: GroupRange) -> Any:
-    """x with zeros in the rows of other groups."""
+    """x with zeros in the rows of other groups, and of none; as it is where all groups are here,
+    rows of none too (see route).
+    """
     if groups.is_all:
         return x
     rows = whole_numbers(offsets, len(x))

@@ -229,3 +229,21 @@ def test_expected_cost():
     most_rows = 64 + 0.564 * (128 * 0.5 * 0.5) ** 0.5
     assert op_flops(gate, half, tensors) == pytest.approx(2 * most_rows * 64 * 32, rel=1e-3)
     assert op_bytes(gate, tensors, half) < op_bytes(gate, tensors)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [experts.GroupRange(first=0, stop=3, num=3), experts.GroupRange(first=0, stop=2, num=3)],
+)
+def test_rows_of_no_group_are_never_added(groups: experts.GroupRange):
+    """Whatever stands in them: it differs where ranks share the groups out."""
+    ids = torch.tensor([[0, 1], [1, 0], [2, 0], [0, 2]])
+    _, offsets, _, slots = experts.route_values(ids, 3, torch.tensor([2]))
+    y, weights = torch.randn(8, 4), torch.rand(4, 2)
+    expected = torch.stack(
+        [(y[slots[row].long()] * weights[row].unsqueeze(1)).sum(0) for row in range(2)]
+    )
+    y[int(offsets[-1]) :] = torch.nan
+    found = experts.scatter_values(y, weights, slots, offsets, groups)
+    torch.testing.assert_close(found[:2], expected)
+    assert not found[2:].any()
