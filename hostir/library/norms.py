@@ -4,7 +4,7 @@ Comes in: an op of a kind that is a norm. Goes out: a function of its operands, 
 a kernel that takes the same arguments. Used by ops.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,12 @@ def compile_norm(op: Op, run: Normalise) -> OpFunction:
     eps = op.get("eps", 0.0)
     assert isinstance(eps, int | float), f"eps={eps!r} of a verified norm"
     if norm := str(op.get("norm", "")):
-        return lambda xs: run(norm, xs[0], xs[2], *(*xs[4:], None, None)[:2], eps)
+        return lambda xs: run(norm, xs[0], xs[2], *_vectors(xs[4:]), eps)
     kind = op.kind
-    return lambda xs: run(kind, xs[0], None, *(*xs[2:], None, None)[:2], eps)[:1]
+    return lambda xs: run(kind, xs[0], None, *_vectors(xs[2:]), eps)[:1]
+
+
+def _vectors(given: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """The weight and the bias of those that an op reads."""
+    weight, bias = (*given, None, None)[:2]
+    return weight, bias

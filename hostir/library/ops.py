@@ -171,18 +171,18 @@ def attention(
     Query i sees t <= positions[i], and t > positions[i] - window where window > 0; one that sees
     nothing gives zeros. Softmax in fp32 or wider. softcap > 0: of softcap * tanh(score / softcap).
     """
-    dtype, spots = operand_dtype(q), positions.tolist()
+    dtype, numbers = operand_dtype(q), positions.tolist()
     rows = q.to(dtype)
     if k_cache.dim() == 4:
         # a row at a time: what it does not see may be anything, also no number
         found = []
-        for row, *caches, spot in zip(torch.split(rows, 1), k_cache, v_cache, spots, strict=True):
-            span = _seen_span(k_cache.shape[-2], spot, spot, window)
-            keys, values = (cache[:, span].to(dtype).unsqueeze(0) for cache in caches)
-            found.append(_mixed(row, keys, values, None, scale, softcap))
+        for i, position in enumerate(numbers):
+            span = _seen_span(k_cache.shape[-2], position, position, window)
+            keys, values = (x[i : i + 1, :, span].to(dtype) for x in (k_cache, v_cache))
+            found.append(_mixed(rows[i : i + 1], keys, values, None, scale, softcap))
         return torch.cat(found).to(q.dtype)
-    span = _seen_span(k_cache.shape[-2], min(spots), max(spots), window)
-    mask = _visible(span.start, span.stop, positions, window) if len(spots) > 1 else None
+    span = _seen_span(k_cache.shape[-2], min(numbers), max(numbers), window)
+    mask = _visible(span.start, span.stop, positions, window) if len(numbers) > 1 else None
     keys, values = (x[:, span].to(dtype).unsqueeze(1) for x in (k_cache, v_cache))
     keys, values = (x.expand(-1, q.shape[2], -1, -1) for x in (keys, values))
     out = _mixed(rows.permute(1, 2, 0, 3), keys, values, mask, scale, softcap)

@@ -285,13 +285,13 @@ def _restated_groups(op: Op, x: Tensor, upper: Tensor, lower: Tensor, starts: Te
         raise bad_op(op.name, found, "equal shapes and types")
     stated, outs = restated_product(op, x, upper, starts)
     rows, matrix, last = stated.reads
-    reads = (rows, matrix, replace(matrix, tensor=lower.name), last)
+    operands = rows, matrix, replace(matrix, tensor=lower.name), last
 
     def starting_last(access: Access) -> Access:
         dims = (replace(i, starts=3) if i.is_grouped else i for i in access.dims)
         return replace(access, dims=tuple(dims))
 
-    reads, writes = (tuple(map(starting_last, each)) for each in (reads, stated.writes))
+    reads, writes = (tuple(map(starting_last, each)) for each in (operands, stated.writes))
     return replace(stated, kind=op.kind, reads=reads, writes=writes), outs
 
 
