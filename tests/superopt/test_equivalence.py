@@ -259,6 +259,24 @@ def test_exact_but_overflowing_graph_is_refused():
     assert refusals
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_graph_that_overflows_for_some_elements_alone_is_refused(seed: int):
+    """A softmax of one element is 1, whatever that is; without its maximum it is inf / inf for one
+    in a hundred x, and half of those of 2^-6.
+    """
+    p = ProgramBuilder("one")
+    program = p.build(p.softmax(p.input("x", (32, 1)).map("rsqrt(a0 * a0 + 1e-06)")))
+    near = {"x": (np.full((1, 32, 1), 1e-3, np.float32), np.zeros((1, 32, 1)))}
+    for graph in graphs_of(program):
+        with np.errstate(all="ignore"):
+            (found,) = run_graph(graph, near, Rounded()).values()
+        if not np.isfinite(found[0]).all():
+            with pytest.raises(VerifyError, match="overflows"):
+                prove(program, graph, seed)
+            return
+    pytest.fail("no graph overflows")
+
+
 def test_cancelling_graph_is_refused():
     """x w as (x + 4096) w - 4096 w is equal in exact arithmetic, and cancels in f32."""
     p = ProgramBuilder("cancels")

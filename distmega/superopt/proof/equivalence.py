@@ -56,6 +56,11 @@ FLOAT_PARTS = 4
 INPUT_SIZES = (1.0, 16.0, 2.0**-6)
 """Factors of normal inputs for the comparison in floats."""
 
+MOST_SAMPLES = 64
+"""Of inputs of each size in the comparison in floats, where no operand has more than FLOAT_EXTENT
+elements in all of them together; one of larger operands.
+"""
+
 LARGE = 128.0
 """The factor of one input beside others of 1: its exponentials overflow."""
 
@@ -364,10 +369,12 @@ def _compare(
     cases = [*((size, 0.0, "") for size in INPUT_SIZES), (1.0, OFFSET, "")]
     cases += [(alone, 0.0, name) for name in shapes for alone in (LARGE, -math.inf)]
     compared, worst = 0, 0.0
+    elements = max(map(math.prod, shapes.values()), default=1)
+    num_samples = max(1, min(MOST_SAMPLES, FLOAT_EXTENT // elements))
     for size, offset, alone in cases:
         values: dict[str, Array] = {}
         for name, shape in shapes.items():
-            sampled = rng.standard_normal((1, *shape))
+            sampled = rng.standard_normal((num_samples, *shape))
             if not alone or (name == alone and size == LARGE):
                 sampled = size * sampled + offset
             elif name == alone:
