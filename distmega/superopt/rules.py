@@ -20,6 +20,7 @@ from distmega.errors import DistmegaError, RequestError
 from distmega.json_file import parse_json_text
 from distmega.program.text import parse_program, print_program
 from distmega.program.types import Program
+from distmega.sharding.search.cost import DEVICES
 from distmega.superopt.graph.text import parse_graph
 from distmega.superopt.proof.equivalence import Proof
 from distmega.whole_file import naming_unwritable, replace_text, require_writable
@@ -145,6 +146,8 @@ def _decode(body: dict[str, Any]) -> RewriteRule:
         for name, kind in kinds.items():
             if not _is_of(getattr(part, name), kind):
                 raise ValueError(f"{name} {shown(getattr(part, name))}")
+    if rule.machine not in DEVICES:
+        raise ValueError(f"machine {shown(rule.machine)}, not one of {', '.join(DEVICES)}")
     return rule
 
 

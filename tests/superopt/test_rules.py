@@ -104,6 +104,7 @@ def test_edited_file_is_refused_whole(tmp_path: Path, norm_rules: list[RewriteRu
     ("field", "value"),
     [
         ("name", 5),
+        ("machine", "h2OO"),
         ("as_ops", "no"),
         ("program_us", "x"),
         ("graph_us", [1]),
@@ -117,7 +118,7 @@ def test_edited_file_is_refused_whole(tmp_path: Path, norm_rules: list[RewriteRu
         ("constants", ({},)),
     ],
 )
-def test_what_is_of_another_type_is_refused(
+def test_what_is_of_another_type_or_machine_is_refused(
     tmp_path: Path, norm_rules: list[RewriteRule], field: str, value: object
 ):
     """Though the digest is right."""
