@@ -1,8 +1,10 @@
 """What the search finds: graphs of known structure, each once, in the same order every time."""
 
+from contextlib import nullcontext
+
 import pytest
 
-from distmega.errors import ProgramError, RequestError
+from distmega.errors import ProgramError, RequestError, VerifyError
 from distmega.kernels.machines import H200
 from distmega.program.builder import ProgramBuilder
 from distmega.program.types import Program
@@ -248,6 +250,31 @@ def test_an_output_that_is_an_input_is_named(text: str):
     program = p.build(p.softmax(x), x.map(text))
     with pytest.raises(ProgramError, match="'pointwise_1' of program 'moved' only moves data"):
         found(program)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [("a0 * 0.1 * 10.0", "0.1"), ("a0 + 0.1 + 0.2", "0.2"),
+     ("a0 * 1e-200 * 1e200", "1e-200"), ("a0 / 1e-320 * 1e-320", "1e-320")],
+)  # fmt: skip
+def test_constants_are_joined_where_that_is_exact(text: str, kept: str):
+    """A proof takes them for what they are, so that another one would be refused."""
+    p = ProgramBuilder("scaled")
+    program = p.build(p.reduce(p.input("x", (4, 64)).map(text), 1))
+    for candidate in found(program, SearchLimits(num_scheduled=20, num_kept=4)):
+        assert kept in print_graph(candidate.graph)
+        with nullcontext() if "1e-" not in kept else pytest.raises(VerifyError, match="finite"):
+            prove(program, candidate.graph)
+
+
+@pytest.mark.parametrize("text", ["a0 * 1e200 * 1e200", "a0 + 1e308 + 1e308", "a0 / 0.0"])
+def test_what_is_finite_for_no_input_is_refused(text: str):
+    p = ProgramBuilder("infinite")
+    program = p.build(p.reduce(p.input("x", (4, 64)).map(text), 1))
+    (first, *_) = found(program, SearchLimits(num_scheduled=20, num_kept=4))
+    why = "no inputs for which the program itself stays finite|tests say something"
+    calls = num_calls(lambda: pytest.raises(VerifyError, prove, program, first.graph).match(why))
+    assert calls < 400_000
 
 
 def test_whole_numbers_are_refused_by_name():

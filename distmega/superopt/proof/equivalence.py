@@ -328,11 +328,12 @@ def _test(
                 raise _refused(match.graph, f"output {name!r} differs over finite fields",
                                "the program's results")  # fmt: skip
         names |= fields.names
-        valid += int((~fields.invalid).sum())
+        valid += min(most, int((~fields.invalid).sum()))
         sampled += size
         if sampled > 16 * wanted + 64 * BATCH:
             raise _refused(match.graph, f"{valid} of {sampled} tests say something", f"{wanted}")
-        size = min(most, max(wanted - valid, FEW_TESTS))
+        few = valid < sampled // 16  # of a batch of any size at most `most` say something
+        size = min(BATCH, 2 * size) if few else min(most, max(wanted - valid, FEW_TESTS))
     return names
 
 

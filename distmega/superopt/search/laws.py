@@ -13,7 +13,7 @@ full or the last round. A pair a - c = (a - b) + (b - c) is only put in where c 
 from collections.abc import Callable, Iterator, Mapping
 
 from distmega.superopt.search.egraph import EGraph, Node
-from distmega.superopt.search.terms import Data
+from distmega.superopt.search.terms import Data, exact_product, exact_sum
 
 MAX_ROUNDS = 8
 
@@ -100,20 +100,20 @@ def _other(graph: EGraph, pair: tuple[int, ...], a: int) -> int:
 
 
 def fold_constants(graph: EGraph, owner: int, node: Node) -> Iterator[int]:
-    """A product of constants is a constant; 1 a = a."""
+    """A product of constants is a constant, where it is exact; 1 a = a."""
     a, b = (graph.constant(arg) for arg in node[2])
-    if a is not None and b is not None:
-        yield graph.add("const", a * b)
+    if a is not None and b is not None and (found := exact_product(a, b)) is not None:
+        yield graph.add("const", found)
     for value, other in ((a, node[2][1]), (b, node[2][0])):
         if value == 1.0:
             yield other
 
 
 def add_constants(graph: EGraph, owner: int, node: Node) -> Iterator[int]:
-    """A sum of constants is a constant; 0 + a = a."""
+    """A sum of constants is a constant, where it is exact; 0 + a = a."""
     a, b = (graph.constant(arg) for arg in node[2])
-    if a is not None and b is not None:
-        yield graph.add("const", a + b)
+    if a is not None and b is not None and (found := exact_sum(a, b)) is not None:
+        yield graph.add("const", found)
     for value, other in ((a, node[2][1]), (b, node[2][0])):
         if value == 0.0:
             yield other

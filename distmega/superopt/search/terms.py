@@ -5,6 +5,7 @@ Comes in: a Program and its Axes. Goes out: Terms, in several forms where an op 
 softmax with and without its largest score). Next: egraph.py, which finds what equals them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -53,12 +54,26 @@ def add(a: Term, b: Term) -> Term:
     return Term("add", (a, b))
 
 
+def exact_product(a: float, b: float) -> float | None:
+    """a * b where no rounding changes it: a proof takes constants for what they are."""
+    found = a * b
+    return found if math.isfinite(found) and Fraction(a) * Fraction(b) == found else None
+
+
+def exact_sum(a: float, b: float) -> float | None:
+    """a + b, likewise."""
+    found = a + b
+    return found if math.isfinite(found) and Fraction(a) + Fraction(b) == found else None
+
+
 def mul(a: Term, b: Term) -> Term:
-    """a * b; a factor of 1 is left out, two constants are multiplied."""
+    """a * b; a factor of 1 is left out, two constants are multiplied where that is exact."""
     if ONE in (a, b):
         return b if a == ONE else a
     if isinstance(a.data, float) and isinstance(b.data, float):
-        return const(a.data * b.data)
+        product = exact_product(a.data, b.data)
+        if product is not None:
+            return const(product)
     return Term("mul", (a, b))
 
 
@@ -69,8 +84,10 @@ def neg(a: Term) -> Term:
 
 def inv(a: Term) -> Term:
     """1 / a; of a number that number where it is exact, as of a power of two."""
-    if isinstance(a.data, float) and a.data and Fraction(a.data) * Fraction(1.0 / a.data) == 1:
-        return const(1.0 / a.data)
+    if isinstance(a.data, float) and a.data:
+        inverse = 1.0 / a.data
+        if math.isfinite(inverse) and exact_product(a.data, inverse) == 1:
+            return const(inverse)
     return Term("inv", (a,))
 
 
