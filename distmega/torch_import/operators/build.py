@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -263,9 +264,10 @@ class Build:
             for each in operands
         )
 
-    def _compared(self, *operands: Value) -> tuple[Value, ...]:
+    def _compared(self, x: Value, y: Value) -> tuple[Value, ...]:
         """Two operands in the type in which torch compares them."""
-        common = dtype_name(torch.result_type(*map(_like, operands)))
+        operands = (x, y)
+        common = dtype_name(torch.result_type(_like(x), _like(y)))
         if not is_float(common):
             return operands
         return tuple(
@@ -289,7 +291,7 @@ class Build:
             return make(False)
 
 
-def _like(value: Value) -> torch.Tensor | float:
+def _like(value: Value) -> Any:
     """A tensor of that shape and type without values; a number as it is."""
     if isinstance(value, bool | int | float):
         return value
