@@ -294,8 +294,10 @@ def clear_unseen(it, block, lowest, behind, ring, spec: gl.constexpr):
         values = ring.value_slots.index(it % spec.stages)
         for top in gl.static_range(0, KEYS, CLEARED):
             key = block * KEYS + top
-            if (key < lowest) | (key + CLEARED > behind):
-                part = values.slice(top, CLEARED)
+            part = values.slice(top, CLEARED)
+            if (key + CLEARED <= lowest) | (key >= behind):
+                part.store(gl.full([CLEARED, spec.dim], 0.0, gl.bfloat16, layout=layout))
+            elif (key < lowest) | (key + CLEARED > behind):
                 keys = key + gl.arange(0, CLEARED, layout=gl.SliceLayout(1, layout))
                 seen = gl.expand_dims((keys >= lowest) & (keys < behind), 1)
                 part.store(gl.where(seen, part.load(layout), 0.0))
@@ -399,6 +401,8 @@ def compute_items(out, packed, row_stride, scale, ring, half: gl.constexpr, spec
         slot = GROUPS * (turn % QUERIES) + half
         q = ring.query_tiles.index(slot)
 
+        # before products start, which nothing may come between
+        clear_unseen(it, last, lowest, behind, ring, spec)
         scores = start_scores(q, scores, it, ring, spec)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
         mbarrier.arrive(ring.keys_free.index(it % spec.stages), count=1)
@@ -407,7 +411,6 @@ def compute_items(out, packed, row_stride, scale, ring, half: gl.constexpr, spec
         powers, most, _ = weigh(scores, most, scale)
         total = gl.sum(powers, 1)
         weights = gl.convert_layout(powers.to(gl.bfloat16), weight_layout)
-        clear_unseen(it, last, lowest, behind, ring, spec)
         it += 1
         for block in range(last - 1, max(whole, first) - 1, -1):
             scores, weights, acc, total, most = attend_block(

@@ -57,38 +57,48 @@ LONG_DIM = 128
 
 
 @triton.jit
-def attend_span(acc, total, most, q, keys, values, top, first, stop, at, lowest, behind, scale,
-                window, cap, masked: tl.constexpr, ragged: tl.constexpr, windowed: tl.constexpr,
+def attend_keys(acc, total, most, q, keys, values, top, start, at, lowest, behind, scale, window,
+                cap, masked: tl.constexpr, ragged: tl.constexpr, windowed: tl.constexpr,
                 capped: tl.constexpr, num_keys: tl.constexpr):  # fmt: skip
-    """Keys `first` to `stop` of a sequence, whose key 0 is row `top` of keys and values, added to
-    the sums of rows at positions `at`. masked: some of the keys lie behind some of the rows, or
-    before their window. ragged: some lie outside of `lowest` to `behind`, so that no row sees them,
-    and may hold anything. scale, cap: of score_factors.
+    """A block of keys of a sequence, from `start` on, whose key 0 is row `top` of keys and values,
+    added to the sums of rows at positions `at`. masked: some of the keys lie behind some of the
+    rows, or before their window. ragged: some lie outside of `lowest` to `behind`, so that no row
+    sees them, and may hold anything. scale, cap: of score_factors.
     """
+    key = keys.load([top + start, 0])
+    scores = tl.dot(q, key.T) * scale
+    if capped:
+        scores = cap_scores(scores, cap)
+    if masked:
+        columns = start + tl.arange(0, num_keys)[None, :]
+        seen = columns <= at[:, None]
+        if ragged:
+            seen = seen & (columns < behind)
+        if windowed:
+            seen = seen & (columns > at[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    larger = tl.maximum(most, tl.max(scores, 1))
+    base = tl.where(larger == float("-inf"), 0.0, larger)  # of rows that saw no key so far
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(most - base)
+    total = total * shrink + tl.sum(weights, 1)
+    value = values.load([top + start, 0])
+    if ragged:  # what is no number would be none with a weight of 0 either
+        line = start + tl.arange(0, num_keys)
+        value = tl.where(((line >= lowest) & (line < behind))[:, None], value, 0.0)
+    acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None])
+    return acc, total, larger
+
+
+@triton.jit
+def attend_span(acc, total, most, q, keys, values, top, first, stop, at, scale, window, cap,
+                masked: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr,
+                num_keys: tl.constexpr):  # fmt: skip
+    """Keys `first` to `stop`, as attend_keys; none of them is one that no row sees."""
     for start in tl.range(first, stop, num_keys):
-        key = keys.load([top + start, 0])
-        scores = tl.dot(q, key.T) * scale
-        if capped:
-            scores = cap_scores(scores, cap)
-        if masked:
-            columns = start + tl.arange(0, num_keys)[None, :]
-            seen = columns <= at[:, None]
-            if ragged:
-                seen = seen & (columns < behind)
-            if windowed:
-                seen = seen & (columns > at[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-        larger = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(larger == float("-inf"), 0.0, larger)  # of rows that saw no key so far
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(most - base)
-        total = total * shrink + tl.sum(weights, 1)
-        value = values.load([top + start, 0])
-        if ragged:  # what is no number would be none with a weight of 0 either
-            line = start + tl.arange(0, num_keys)
-            value = tl.where(((line >= lowest) & (line < behind))[:, None], value, 0.0)
-        acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None])
-        most = larger
+        acc, total, most = attend_keys(acc, total, most, q, keys, values, top, start, at, 0, 0,
+                                       scale, window, cap, masked, False, windowed, capped,
+                                       num_keys)  # fmt: skip
     return acc, total, most
 
 
@@ -132,29 +142,36 @@ def attend_rows(q, keys, values, out, starts, positions, num_sequences, context,
                     mask=inside, other=0.0)  # fmt: skip
     at = origin + row
     near = origin + inner
-    behind = tl.minimum(origin + tl.minimum(inner + num_rows, length), context)
+    written = tl.minimum(origin + length, context)
+    behind = tl.minimum(origin + inner + num_rows, written)
     lowest = 0
     if windowed:
         lowest = tl.maximum(near - window + 1, 0)
     first = lowest // num_keys * num_keys
-    whole = tl.maximum(tl.minimum(near + 1, context) // num_keys * num_keys, first)
     cache = (sequence * kv_heads + head // group) * context
 
     acc = tl.zeros([num_rows, padded], tl.float32)
     total = tl.zeros([num_rows], tl.float32)
     most = tl.full([num_rows], float("-inf"), tl.float32)
-    second = first
     if windowed:
-        second = tl.minimum(first + num_keys, whole)
-        acc, total, most = attend_span(acc, total, most, query, keys, values, cache, first,
-                                       second, at, lowest, behind, scale, window, cap, True,
-                                       True, windowed, capped, num_keys)  # fmt: skip
-    acc, total, most = attend_span(acc, total, most, query, keys, values, cache, second, whole,
-                                   at, lowest, behind, scale, window, cap, windowed, False,
-                                   windowed, capped, num_keys)  # fmt: skip
-    acc, total, most = attend_span(acc, total, most, query, keys, values, cache, whole, behind, at,
-                                   lowest, behind, scale, window, cap, True, True, windowed, capped,
+        if first < behind:
+            acc, total, most = attend_keys(acc, total, most, query, keys, values, cache, first, at,
+                                           lowest, behind, scale, window, cap, True, True, True,
+                                           capped, num_keys)  # fmt: skip
+        first += num_keys
+    whole = tl.maximum(tl.minimum(near + 1, context) // num_keys * num_keys, first)
+    # from here on there are keys that no row of the sequence sees
+    ragged = tl.maximum(tl.minimum(behind, written // num_keys * num_keys), whole)
+    acc, total, most = attend_span(acc, total, most, query, keys, values, cache, first, whole, at,
+                                   scale, window, cap, windowed, windowed, capped,
                                    num_keys)  # fmt: skip
+    acc, total, most = attend_span(acc, total, most, query, keys, values, cache, whole, ragged, at,
+                                   scale, window, cap, True, windowed, capped,
+                                   num_keys)  # fmt: skip
+    if ragged < behind:
+        acc, total, most = attend_keys(acc, total, most, query, keys, values, cache, ragged, at,
+                                       lowest, behind, scale, window, cap, True, True, windowed,
+                                       capped, num_keys)  # fmt: skip
     # a row that sees nothing is zero
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     to = out + (line[:, None] * (kv_heads * group) + head) * dim + column[None, :]

@@ -9,6 +9,7 @@ from distmega.kernels.gemm.api import mix_columns
 from distmega.kernels.gemm.times.matmul_ways import STAGES
 from distmega.kernels.gemm.times.tile_times import Tiles
 from distmega.kernels.pipelined.api import normalise_rows
+from distmega.kernels.runtime.memory import tma_rows
 from distmega.program.expr import parse
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +27,7 @@ def integers(*shape: int, seed: int) -> Tensor:
 def run(a: Tensor, b: Tensor, tile_n: int, group: int = 8) -> Tensor:
     out = torch.full((a.shape[0], b.shape[0]), float("nan"), device="cuda", dtype=torch.bfloat16)
     spec = launch.plain_spec(Tiles(tile_n=tile_n, stages=STAGES[tile_n]))
-    launch.launch_matmul(launch.aligned(a), launch.aligned(b), out, spec, group)
+    launch.launch_matmul(tma_rows(a), tma_rows(b), out, spec, group)
     return out
 
 
@@ -97,7 +98,7 @@ def test_two_columns_become_one(rows, columns, depth, tile_n, formula):
     a, b = integers(rows, depth, seed=1), integers(columns, depth, seed=2)
     out = torch.full((rows, columns // 2), float("nan"), device="cuda", dtype=torch.bfloat16)
     spec = launch.plain_spec(Tiles(tile_n=tile_n, stages=STAGES[tile_n]), parse(formula))
-    launch.launch_matmul(launch.aligned(a), launch.aligned(b), out, spec, 8)
+    launch.launch_matmul(tma_rows(a), tma_rows(b), out, spec, 8)
     left, right = (a.float() @ b.float().T).chunk(2, 1)
     exact = left - 2 * right if "-" in formula else torch.maximum(left, right)
     assert torch.equal(out, exact.bfloat16())
