@@ -94,7 +94,7 @@ class LauncherOptions:
     num_ranks: int = 1
     device: DeviceKind | Literal["auto"] = "auto"
     timeout_s: float | None = None
-    start_timeout_s: float = 120.0
+    start_timeout_s: float = 300.0
     max_restarts: int = 0
     ray: RayOptions = RayOptions()
 
