@@ -67,7 +67,7 @@ def await_gpu(limit_s: float) -> None:
     # nothing bounds a wait for all streams, so another thread does it, which is left where it hangs
     thread = threading.Thread(target=wait, name="distmega-gpu", daemon=True)
     thread.start()
-    thread.join(limit_s)
+    thread.join(min(limit_s, threading.TIMEOUT_MAX))
     if thread.is_alive():
         raise HangError(
             f"GPU {device} of this rank is still at work after {limit_s:g} s",

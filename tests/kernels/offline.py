@@ -35,14 +35,14 @@ class _Utils:
 
 
 def check_descriptor(given: TensorDescriptor | GluonDescriptor) -> None:
-    """That the driver takes it: CUDA refuses rows that lie in each other, or at odd places."""
+    """That the driver takes it: the first element and what lies behind a step of each dim but the
+    last are at multiples of 16 bytes, and elements of the last side by side.
+    """
     item_bytes = given.base.dtype.itemsize
     assert given.base.data_ptr() % ACCESS_BYTES == 0
     assert given.strides[-1] == 1
-    for stride, extent, inner in zip(
-        given.strides, given.shape[1:], given.strides[1:], strict=False
-    ):
-        assert stride >= extent * inner
+    for stride in given.strides[:-1]:
+        assert stride > 0
         assert stride * item_bytes % ACCESS_BYTES == 0
 
 
