@@ -66,15 +66,9 @@ def locate_model(name: str | PathLike[str], *, weights: bool = False) -> Locatio
         return Location(kind="folder", name=name, path=folder, of_hub=True)
     if path.is_dir():
         require_target(path / _CONFIG)
-        if not (path / _CONFIG).is_file():
-            found = f"folder {name!r} has no {_CONFIG}"
-            remedy = "give a Hugging Face model's folder, or the path of a .gguf file"
-            if (path / _ADAPTER).is_file():
-                found += f", and {_ADAPTER} is of an adapter"
-                remedy = (
-                    "merge it into its model by merge_and_unload of peft, and save and give that"
-                )
-            raise ModelError(found, expected=f"{_CONFIG} in it", remedy=remedy)
+        has_adapter = (path / _ADAPTER).is_file()
+        if has_adapter or not (path / _CONFIG).is_file():
+            raise _no_whole_model(path, name, has_adapter=has_adapter)
         return Location(kind="folder", name=name, path=path)
     kinds: dict[str, Literal["gguf", "config"]] = {".gguf": "gguf", ".json": "config"}
     if path.suffix not in kinds:
@@ -82,6 +76,19 @@ def locate_model(name: str | PathLike[str], *, weights: bool = False) -> Locatio
         remedy = "for safetensors, give the folder that holds them"
         raise ModelError(found, expected="a .gguf file or a config.json", remedy=remedy)
     return Location(kind=kinds[path.suffix], name=name, path=path)
+
+
+def _no_whole_model(folder: Path, name: str, *, has_adapter: bool) -> ModelError:
+    """The error for a folder without a configuration, or with an adapter, which nothing applies."""
+    has_config = (folder / _CONFIG).is_file()
+    found = f"folder {name!r} has {'' if has_config else 'no '}{_CONFIG}"
+    remedy = "give a Hugging Face model's folder, or the path of a .gguf file"
+    if has_adapter:
+        found += f", and {_ADAPTER} is of an adapter"
+        remedy = "merge it into its model by merge_and_unload of peft, and save and give that"
+        if has_config:
+            remedy += f"; or take {_ADAPTER} away, for the model as it is"
+    return ModelError(found, expected=f"{_CONFIG} of a whole model", remedy=remedy)
 
 
 def _path_of(name: str) -> Path | None:

@@ -89,6 +89,11 @@ def test_paths_that_are_no_model(tmp_path: Path):
         ModelError, match=r"and adapter_config\.json is of an adapter; .* merge it into its model"
     ):
         open_model(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(
+        ModelError, match=r"has config\.json, .*; or take adapter_config\.json away"
+    ):
+        open_model(str(tmp_path))
 
 
 def test_presets_read_as_themselves():
