@@ -14,6 +14,7 @@ from distmega.program.dtypes import is_integer
 from distmega.program.kinds import kind_of
 from distmega.program.ops.data_movement import slice_dim
 from distmega.program.ops.lookups import embedding
+from distmega.program.ops.parts import fresh_name
 from distmega.program.types import (
     Access,
     Index,
@@ -271,9 +272,7 @@ class _Move:
     def name_rows(self, source: str, dim: int) -> str:
         """What a tensor's rows are called; declared where they are new."""
         if (source, dim) not in self.few:
-            name = f"{source}.rows"
-            while name in self.names:
-                name += "_"
+            name = fresh_name(f"{source}.rows", self.names)
             shape = self.tensors[source].shape
             few = (*shape[:dim], self.rows.num, *shape[dim + 1 :])
             self.tensors[name] = replace(self.tensors[source], name=name, shape=few, role="temp")

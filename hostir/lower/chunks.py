@@ -11,6 +11,7 @@ from distmega.errors import VerifyError
 from distmega.hostir.ir.nodes import SliceView
 from distmega.program.ops.compute import pointwise
 from distmega.program.ops.data_movement import copy
+from distmega.program.ops.parts import fresh_name
 from distmega.program.types import Access, Op, Tensor, accesses
 from distmega.sharding.resolve.padding import additive_reads
 from distmega.sharding.streams.host_loops import HostLoop
@@ -186,9 +187,7 @@ class _Chunker:
 
     def fresh(self, name: str) -> str:
         """A name that no tensor has, of the program's or of this body."""
-        while name in self.tensors or name in self.body.tensors:
-            name += "_"
-        return name
+        return fresh_name(name, self.tensors, self.body.tensors)
 
     def combine(self, name: str, combine: str, target: str, *parts: str) -> None:
         whole = self.tensors[target]

@@ -48,6 +48,7 @@ from distmega.hostir.ir.nodes import (
 from distmega.hostir.ir.rename import Names, rename_node
 from distmega.hostir.ir.uses import shown
 from distmega.program.ops.data_movement import copy
+from distmega.program.ops.parts import fresh_name
 from distmega.program.types import Tensor
 from distmega.sharding.stages import AXIS, Stage, Transfer
 
@@ -215,8 +216,7 @@ class _Link:
 
     def fresh(self, name: str) -> str:
         """A name that no buffer has."""
-        while name in self.taken:
-            name += "_"
+        name = fresh_name(name, self.taken)
         self.taken.add(name)
         return name
 

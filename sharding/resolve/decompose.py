@@ -8,6 +8,7 @@ wherever it is used is left where it is: one rank holds it and the others zeros.
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from distmega.program.ops.parts import fresh_name
 from distmega.program.types import Op, Program, Tensor, verify_program
 from distmega.sharding.layout.placements import Layout, Partial
 from distmega.sharding.resolve.padding import additive_reads
@@ -59,9 +60,7 @@ def _needs_sum_first(
 def _in_two(op: Op, tensors: dict[str, Tensor], taken: set[str]) -> Iterator[Op]:
     """The linear without its bias, and the addition, which keeps the name. Declares the sum."""
     (write,), bias = op.writes, additive_reads(op)
-    name = f"{op.name}.sum"
-    while name in taken:
-        name += "_"
+    name = fresh_name(f"{op.name}.sum", taken)
     taken.add(name)
     tensors[name] = replace(tensors[write.tensor], name=name, role="temp")
     between = replace(write, tensor=name)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from distmega.program import expr
 from distmega.program.dtypes import item_bytes
 from distmega.program.kinds import kind_of
+from distmega.program.ops.parts import fresh_name
 from distmega.program.types import Access, Op, Program, accesses
 from distmega.sharding.layout.aliases import alias_roots
 from distmega.sharding.layout.mesh import DeviceMesh
@@ -257,9 +258,7 @@ class Resolver:
         self, move: Move, reads: tuple[str, ...], writes: tuple[str, ...], combine: str
     ) -> Reshard:
         """A collective, under a name that no op has."""
-        name = f"{writes[0]}.{move.kind}"
-        while name in self.op_names:
-            name += "_"
+        name = fresh_name(f"{writes[0]}.{move.kind}", self.op_names)
         self.op_names.add(name)
         return Reshard(name=name, move=move, reads=reads, writes=writes, combine=combine)
 
@@ -276,8 +275,7 @@ class Resolver:
         return forms[layout]
 
     def fresh(self, name: str) -> str:
-        while name in self.names:
-            name += "_"
+        name = fresh_name(name, self.names)
         self.names.add(name)
         return name
 

@@ -1,4 +1,4 @@
-"""What every op is put together from: accesses, axis names, and the error of a bad operand.
+"""What every op is put together from: accesses, names, and the error of a bad operand.
 
 Used by the files beside this one, which state the ops, and by passes that make some of others.
 `as_stated` holds ops of a written program to what these functions state.
@@ -7,7 +7,7 @@ Used by the files beside this one, which state the ops, and by passes that make 
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -73,6 +73,13 @@ def bad_op(
 def axis_names(prefix: str, num: int) -> list[str]:
     """prefix0, prefix1, ...; none if `num` is not positive."""
     return [f"{prefix}{i}" for i in range(num)]
+
+
+def fresh_name(name: str, *taken: Container[str]) -> str:
+    """The name, with as many underscores behind it as make it none of those taken."""
+    while any(name in each for each in taken):
+        name += "_"
+    return name
 
 
 def whole_number(name: str, what: str, value: object) -> int:
