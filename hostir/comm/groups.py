@@ -8,18 +8,13 @@ have left it. What peers write into, of a communicator that a rank leaves, is ke
 memory of a GPU waits for its work, which may wait for a peer that failed. Used by communicator.py.
 """
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
-from distmega.errors import HangError
-
-LIMIT_S = 300.0
-"""Of a wait for a GPU, where none is given."""
+from distmega.hostir.comm.waits import await_gpu
 
 _left: list[dist.ProcessGroup] = []
 """Groups whose communicator is gone on this rank; peers may use them still."""
@@ -52,36 +47,10 @@ def leave_groups(groups: list[dist.ProcessGroup], things: Sequence[object]) -> N
     groups.clear()
 
 
-def await_gpu(limit_s: float) -> None:
-    """Returns once the current GPU is through with all that was queued on it; HangError where that
-    takes longer than the limit, as behind a peer that has ended.
-    """
-    device, errors = torch.cuda.current_device(), list[Exception]()
-
-    def wait() -> None:
-        try:
-            torch.cuda.synchronize(device)
-        except Exception as error:  # of a GPU that has failed
-            errors.append(error)
-
-    # nothing bounds a wait for all streams, so another thread does it, which is left where it hangs
-    thread = threading.Thread(target=wait, name="distmega-gpu", daemon=True)
-    thread.start()
-    thread.join(min(limit_s, threading.TIMEOUT_MAX))
-    if thread.is_alive():
-        raise HangError(
-            f"GPU {device} of this rank is still at work after {limit_s:g} s",
-            expected="every rank of the mesh to make the same calls in that time",
-            remedy="look for the rank that ended or stopped first, and start the job again",
-        )
-    if errors:
-        raise errors[0]
-
-
 def close_left(
     gather: Callable[[list[str]], Sequence[list[str]]],
     ranks: Sequence[int],
-    limit_s: float = LIMIT_S,
+    limit_s: float,
 ) -> None:
     """Closes groups that all of their ranks have left, on all of them in the same order, once what
     was kept with them is let go of. gather: gives what each of `ranks` tells, in their order; all

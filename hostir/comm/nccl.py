@@ -17,9 +17,9 @@ from torch import Tensor
 
 from distmega.hostir.comm.collectives import CommHandle, join_handles
 from distmega.hostir.comm.communicator import GlooCommunicator, TeamCommunicator, flat_bytes
-from distmega.hostir.comm.groups import await_gpu
 from distmega.hostir.comm.nccl_signals import Signals
 from distmega.hostir.comm.plain import Plain
+from distmega.hostir.comm.waits import await_gpu
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sharding.stages import AXIS
 

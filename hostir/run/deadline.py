@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from distmega.errors import HangError
+from distmega.hostir.comm.waits import late_error
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +64,7 @@ def await_queued(limit_s: float, what: str) -> None:
 
 def hang_error(what: str, limit_s: float) -> HangError:
     """What to raise where something has taken longer than its limit."""
-    return HangError(
-        f"{what}: still under way after {limit_s:g} s",
-        expected="every rank of the mesh to make the same calls in that time",
-        remedy="look for the rank that ended or stopped first, and start the job again",
-    )
+    return late_error(f"{what}: still under way after {limit_s:g} s")
 
 
 def graph_limit_s(timeout_s: float) -> float:

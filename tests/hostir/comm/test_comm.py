@@ -50,7 +50,7 @@ def test_groups_are_closed_once_all_their_ranks_have_left_them(monkeypatch, told
         asked.append(mine)
         return [mine, told[1]]
 
-    groups.close_left(gather, (0, 1))
+    groups.close_left(gather, (0, 1), 60.0)
     assert asked == [["a", "b", "c"]]
     assert destroyed == [left[name] for name in told[1]]
     kept = {"a", "b", "c"} - {*told[1]}

@@ -7,11 +7,13 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from distmega.errors import HangError
 from distmega.hostir.comm import groups
 from distmega.hostir.comm.groups import close_left
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.comm.waits import await_gpu
 
 
 def test_a_group_that_is_left_while_ranks_meet_is_told_of_the_next_time(
@@ -33,9 +35,9 @@ def test_a_group_that_is_left_while_ranks_meet_is_told_of_the_next_time(
             groups._left.append(late)
         return [mine, ["early", "late"]]
 
-    close_left(gather, (0, 1))
+    close_left(gather, (0, 1), 60.0)
     assert (told, closed, groups._left) == ([["early"]], [early], [late])
-    close_left(gather, (0, 1))
+    close_left(gather, (0, 1), 60.0)
     assert (told[1:], closed, groups._left) == ([["late"]], [early, late], [])
 
 
@@ -46,8 +48,8 @@ def test_a_gpu_that_waits_for_a_dead_peer_is_not_waited_for_without_end(
     monkeypatch.setattr(groups, "_left", [group])
     monkeypatch.setattr(groups, "_is_open", lambda group: True)
     monkeypatch.setattr(groups.dist, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(groups.torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(groups.torch.cuda, "synchronize", lambda device: never.wait(60.0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: never.wait(60.0))
     with pytest.raises(HangError, match=r"GPU 3 of this rank is still at work after 0\.1 s"):
         close_left(lambda mine: pytest.fail("peers are told"), (0, 1), 0.1)
     assert groups._left == [group]
@@ -58,10 +60,10 @@ def test_what_a_gpu_fails_with_is_raised(monkeypatch: pytest.MonkeyPatch):
     def fail(device: int) -> None:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(groups.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(groups.torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
     with pytest.raises(RuntimeError, match="illegal memory"):
-        groups.await_gpu(60.0)
+        await_gpu(60.0)
 
 
 class _Memory:
@@ -80,8 +82,8 @@ def test_memory_of_a_rank_that_leaves_lasts_until_its_peers_have_left(
     monkeypatch.setattr(groups, "_is_open", lambda group: group not in closed)
     monkeypatch.setattr(groups.dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(groups.dist, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(groups.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(groups.torch.cuda, "synchronize", lambda device: events.append("GPU idle"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("GPU idle"))
 
     def close(group: object) -> None:
         events.append("closed")
@@ -102,7 +104,7 @@ def test_memory_of_a_rank_that_leaves_lasts_until_its_peers_have_left(
 
     def told_by(peer: list[str]) -> None:
         events.clear()
-        close_left(lambda mine: events.append("told") or [mine, peer], (0, 1))
+        close_left(lambda mine: events.append("told") or [mine, peer], (0, 1), 60.0)
 
     told_by([])
     assert events == ["GPU idle", "told"], "the peer may still write"
