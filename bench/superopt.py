@@ -24,7 +24,6 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from string import ascii_lowercase
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -35,7 +34,12 @@ from bench.options import read_options, writable_file
 from bench.records import Record, add_book_options, open_book
 from bench.timing import alternating_us, copy_bytes_per_us, elapsed_us
 from distmega.errors import UnsupportedError
-from distmega.hostir.library.ops import compile_op, linear_spec, op_operands
+from distmega.hostir.library.ops import (
+    compile_op,
+    contract_axes,
+    linear_spec,
+    op_operands,
+)
 from distmega.hostir.library.pointwise import OpFunction
 from distmega.kernels.machines import H200
 from distmega.kernels.ugraphs.geometry import GraphPlan, graph_plans, rule_plan
@@ -94,9 +98,7 @@ def traced_function(op: Op) -> OpFunction:
     spec = linear_spec(op) if op.kind == "linear" else None
     if spec is None or spec.batch is None or spec.bias:
         return library_function(op)
-    letters = dict(zip(dict.fromkeys(spec.x + spec.w), ascii_lowercase, strict=False))
-    x, w, out = ("".join(letters[name] for name in part) for part in (spec.x, spec.w, spec.out))
-    return lambda operands: (torch.einsum(f"{x},{w}->{out}", *operands),)
+    return lambda operands: (contract_axes(*operands, spec),)
 
 
 def runner(

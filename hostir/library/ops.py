@@ -124,14 +124,17 @@ def _matmul(x: Tensor, w: Tensor, bias: Tensor | None, num_rows: int) -> Tensor:
 
 
 def _einsum(x: Tensor, w: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
-    if batch := spec.batch:
-        out = _batched(x, w, spec, batch)
-    else:
-        names = {name: n for n, name in enumerate(dict.fromkeys(spec.x + spec.w))}
-        parts = spec.x, spec.w, spec.out
-        x_axes, w_axes, out_axes = ([names[name] for name in part] for part in parts)
-        out = torch.einsum(x, x_axes, w, w_axes, out_axes)
+    batch = spec.batch
+    out = _batched(x, w, spec, batch) if batch else contract_axes(x, w, spec)
     return out if bias is None else out + order_axes(bias, spec.bias, spec.out)
+
+
+def contract_axes(x: Tensor, w: Tensor, spec: LinearSpec) -> Tensor:
+    """Sum of x * w over the axes missing from the output, by torch's einsum."""
+    names = {name: n for n, name in enumerate(dict.fromkeys(spec.x + spec.w))}
+    parts = spec.x, spec.w, spec.out
+    x_axes, w_axes, out_axes = ([names[name] for name in part] for part in parts)
+    return torch.einsum(x, x_axes, w, w_axes, out_axes)
 
 
 def _batched(x: Tensor, w: Tensor, spec: LinearSpec, batch: Batch) -> Tensor:
