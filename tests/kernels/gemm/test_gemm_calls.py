@@ -2,7 +2,7 @@
 signatures of the functions that start kernels, which run on GPUs alone."""
 
 from contextlib import nullcontext
-from unittest.mock import create_autospec
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
@@ -23,13 +23,19 @@ A, B = torch.ones(256, 64, dtype=torch.bfloat16), torch.ones(128, 64, dtype=torc
 TILES = Tiles(tile_n=128, stages=6)
 
 
-def test_a_matmul_starts_its_kernel(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Stands in for the launch of the kernel, which is chosen as on an H200."""
     start = create_autospec(late.start.launch_matmul)
     monkeypatch.setattr(late.start, "launch_matmul", start)
     monkeypatch.setattr(api, "_on_hopper", lambda x: True)
     monkeypatch.setattr(api, "built_in", lambda index: H200)
     monkeypatch.setattr(api, "choose_tiles", lambda extents, rates: TILES)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return start
+
+
+def test_a_matmul_starts_its_kernel(start: Mock):
     out = torch.zeros(256, 128, dtype=torch.bfloat16)
     assert api.matmul(A, B, out=out) is out
     (call,) = start.call_args_list
@@ -39,14 +45,8 @@ def test_a_matmul_starts_its_kernel(monkeypatch: pytest.MonkeyPatch):
     assert call.args[4] == TILES.group
 
 
-def test_operands_that_tma_cannot_address_are_copied(monkeypatch: pytest.MonkeyPatch):
+def test_operands_that_tma_cannot_address_are_copied(start: Mock):
     """Rows that lie in each other, as those of an expanded tensor do, or at odd places."""
-    start = create_autospec(late.start.launch_matmul)
-    monkeypatch.setattr(late.start, "launch_matmul", start)
-    monkeypatch.setattr(api, "_on_hopper", lambda x: True)
-    monkeypatch.setattr(api, "built_in", lambda index: H200)
-    monkeypatch.setattr(api, "choose_tiles", lambda extents, rates: TILES)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     a, b = A[:1].expand(256, 64), torch.ones(128 * 64 + 1, dtype=torch.bfloat16)[1:].view(128, 64)
     api.matmul(a, b, out=torch.zeros(256, 128, dtype=torch.bfloat16))
     for given, x in zip(start.call_args.args[:2], (a, b), strict=True):
