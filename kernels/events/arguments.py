@@ -22,11 +22,11 @@ def require(found: object, types: type | tuple[type, ...], name: str, expected: 
         )
 
 
-def require_count(found: object, name: str, most: int = MOST) -> None:
-    """ProgramError unless `found` is a whole number from 1 to `most`."""
-    if type(found) is not int or not 1 <= found <= most:
+def require_count(found: object, name: str, most: int = MOST, *, least: int = 1) -> None:
+    """ProgramError unless `found` is a whole number from `least` to `most`."""
+    if type(found) is not int or not least <= found <= most:
         raise ProgramError(
             f"{name} {found!r:.60}",
-            expected=f"a whole number of at least 1, at most {most}",
+            expected=f"a whole number of at least {least}, at most {most}",
             remedy="correct the argument",
         )

@@ -15,7 +15,7 @@ import numpy as np
 
 from distmega.errors import ProgramError
 from distmega.hostir.ir.uses import storage_of
-from distmega.kernels.events.arguments import require
+from distmega.kernels.events.arguments import MOST, require, require_count
 from distmega.kernels.events.fit import Grid, grid_coordinates
 from distmega.kernels.events.symbols import AxisSymbols, spread_symbols
 from distmega.kernels.events.values import (
@@ -274,9 +274,19 @@ class EventGraph:
         outside its bounds, for one or an op that there isn't, and for starts of other groups.
         """
         self._require(known, self.symbols)
-        if op not in ("", *self.grid_of):
-            raise _no_tasks(op, self.program)
+        if op != "":
+            self._grid(op)
         return [task for task in self.all_tasks() if op in ("", task[0]) and self.runs(task, known)]
+
+    def _grid(self, op: object) -> TaskGrid:
+        """The tasks of an op; ProgramError where there is none of that name."""
+        if not isinstance(op, str) or op not in self.grid_of:
+            raise ProgramError(
+                f"tasks of {op!r:.60}",
+                expected=f"ops of program {self.program.name!r} that are no views",
+                remedy="name one of its ops",
+            )
+        return self.grid_of[op]
 
     def _require(self, known: RunTime, needed: Iterable[str] = ()) -> None:
         """ProgramError for what doesn't fit the graph, or is needed and not given."""
@@ -357,13 +367,16 @@ class EventGraph:
 
     def own_first(self, op: str, rank: int) -> list[tuple[TaskId, tuple[EventId, ...]]]:
         """Tasks of an op in the order in which a rank best runs them, and what each awaits there.
+        ProgramError for an op or a rank that there isn't.
 
         A rank's own part of what an all-gather brings is read where it is: for it a task awaits
         only what made it, and such tasks come first; the others follow as their sources do,
         counted from the rank on.
         """
+        grid = self._grid(op)
+        require_count(rank, "rank", self._num_ranks - 1, least=0)
         found: list[tuple[int, int, TaskId, tuple[EventId, ...]]] = []
-        for number in range(self.grid_of[op].num_tasks):
+        for number in range(grid.num_tasks):
             waits: dict[EventId, None] = {}
             distance = 0
             for event in self.waits.get((op, number), ()):
@@ -377,6 +390,12 @@ class EventGraph:
             found.append((distance, number, (op, number), tuple(waits)))
         return [(task, waits) for _, _, task, waits in sorted(found)]
 
+    @cached_property
+    def _num_ranks(self) -> int:
+        """Of the team whose collectives these are; without any, whatever it is."""
+        teams = [o for o in self.program.ops if kind_of(o).communicates]
+        return max((int(str(o.attr("num_ranks"))) for o in teams), default=MOST)
+
     def _distance(self, task: TaskId, rank: int) -> int:
         """Ranks from `rank` on to the source of what a task brings; -1 if it brings nothing."""
         grid, (stated,) = self.grid_of[task[0]], [o for o in self.program.ops if o.name == task[0]]
@@ -388,9 +407,7 @@ class EventGraph:
 
     def tiles(self, known: RunTime, op: str) -> list[int]:
         """Of an op over groups, the tiles of rows that run, by group; the first tile of others."""
-        grid = self.grid_of.get(op)
-        if grid is None:
-            raise _no_tasks(op, self.program)
+        grid = self._grid(op)
         if grid.rows is None:
             raise ProgramError(
                 f"tiles by group of op {op!r}", expected="an op over groups", remedy="name one"
@@ -410,14 +427,6 @@ class EventGraph:
 def view_sources(program: Program) -> dict[str, str]:
     """Views of a program, and what each is one of."""
     return {op.writes[0].tensor: op.reads[0].tensor for op in program.ops if op.is_view}
-
-
-def _no_tasks(op: str, program: Program) -> ProgramError:
-    return ProgramError(
-        f"tasks of {op!r}",
-        expected=f"ops of program {program.name!r} that are no views",
-        remedy="name one of its ops",
-    )
 
 
 def task_group(graph: EventGraph, op: str) -> TaskGroup:

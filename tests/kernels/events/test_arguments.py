@@ -90,6 +90,25 @@ def test_a_text_and_an_op_are_names() -> None:
         GRAPH.running(RunTime(symbols=B), None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("bad", [None, "d", [], {"c"}, 3])
+def test_what_is_asked_of_an_op_names_one_that_there_is_not(bad: object) -> None:
+    asked: tuple[Callable[[], object], ...] = (
+        lambda: GRAPH.running(RunTime(symbols=B), bad),  # type: ignore[arg-type]
+        lambda: GRAPH.tiles(RunTime(symbols=B), bad),  # type: ignore[arg-type]
+        lambda: GRAPH.own_first(bad, 0),  # type: ignore[arg-type]
+    )
+    for ask in asked:
+        with pytest.raises(ProgramError, match=r"^tasks of .*; expected ops of program 'p' that"):
+            ask()
+
+
+@pytest.mark.parametrize("bad", [None, -1, 1024, "0", True, 0.0])
+def test_a_rank_is_one_that_there_may_be(bad: object) -> None:
+    assert GRAPH.own_first("c", 1023) == [(("c", 0), ())]
+    with pytest.raises(ProgramError, match=r"^rank .*; expected a whole number of at least 0, at"):
+        GRAPH.own_first("c", bad)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("bad", [None, "x", (1, 2)])
 def test_a_routing_is_what_route_gives(bad: object) -> None:
     p = ProgramBuilder("p")
