@@ -369,9 +369,9 @@ class EventGraph:
         """Tasks of an op in the order in which a rank best runs them, and what each awaits there.
         ProgramError for an op or a rank that there isn't.
 
-        A rank's own part of what an all-gather brings is read where it is: for it a task awaits
-        only what made it, and such tasks come first; the others follow as their sources do,
-        counted from the rank on.
+        A rank's own part of what an all-gather brings is read where it is, unless somebody
+        overwrites it: for it a task awaits only what made it, and such tasks come first; the others
+        follow as their sources do, counted from the rank on.
         """
         grid = self._grid(op)
         require_count(rank, "rank", self._num_ranks - 1, least=0)
@@ -381,7 +381,8 @@ class EventGraph:
             distance = 0
             for event in self.waits.get((op, number), ()):
                 away = {self._distance(task, rank) for task in self.producers[event]}
-                if away == {0} and self.sources_of[event[0]] == "own":
+                own = away == {0} and self.sources_of[event[0]] == "own"
+                if own and self._reads_in_place(op, self.producers[event][0][0]):
                     made = (self.waits.get(task, ()) for task in self.producers[event])
                     waits |= dict.fromkeys(each for events in made for each in events)
                 else:
@@ -396,14 +397,29 @@ class EventGraph:
         teams = [o for o in self.program.ops if kind_of(o).communicates]
         return max((int(str(o.attr("num_ranks"))) for o in teams), default=MOST)
 
+    def _reads_in_place(self, op: str, gather: str) -> bool:
+        """Whether an op can read a rank's part of what is gathered where the gather finds it: it
+        does not write what is brought, and nobody overwrites the part behind the gather.
+        """
+        order = {stated.name: number for number, stated in enumerate(self.program.ops)}
+        stated = self.program.ops[order[gather]]
+        brought, part = (
+            {writer for writer, _ in self.writers[access.tensor]}
+            for access in (stated.writes[0], stated.reads[0])
+        )
+        return op not in brought and all(order[writer] < order[gather] for writer in part)
+
     def _distance(self, task: TaskId, rank: int) -> int:
-        """Ranks from `rank` on to the source of what a task brings; -1 if it brings nothing."""
+        """Ranks from `rank` on to the last source of what a task brings, 0 where all of it is the
+        rank's own; -1 if it brings nothing.
+        """
         grid, (stated,) = self.grid_of[task[0]], [o for o in self.program.ops if o.name == task[0]]
-        sources = [n for n, dim in enumerate(grid.dims) if dim.axis == RANK_AXIS]
-        if not kind_of(stated).gathers_all or not sources:
+        places = [n for n, dim in enumerate(grid.dims) if dim.axis == RANK_AXIS]
+        if not kind_of(stated).gathers_all or not places:
             return -1
-        source = self.coordinates[task[0]][task[1]][sources[0]]
-        return (source - rank) % grid.dims[sources[0]].num_tiles
+        dim, at = grid.dims[places[0]], self.coordinates[task[0]][task[1]][places[0]]
+        sources = range(at * dim.size, min((at + 1) * dim.size, dim.extent))
+        return max((source - rank) % dim.extent for source in sources)
 
     def tiles(self, known: RunTime, op: str) -> list[int]:
         """Of an op over groups, the tiles of rows that run, by group; the first tile of others."""

@@ -247,6 +247,36 @@ def test_own_part_of_a_gather_waits_for_what_makes_it():
     assert waits["y", 0][0][0] == between(graph, "bring", "y").name
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_sources_a_task_are_awaited_by_all_who_read_one(size: int):
+    """A tile of sources is a rank's own part only if no other's is in it."""
+    tilings = {"bring": {"r": size}, "y": {"m": 128}}
+    graph = analysed(parse_program(GATHERED), tilings, num_ranks=4)
+    (name,) = (event.name for event in graph.events)
+    for rank in range(4):
+        for (_, task), waits in graph.own_first("y", rank):
+            alone = size == 3 and rank == task // 2 == 3
+            assert waits == (() if alone else ((name, (task // 2 // size,)),))
+    tiles = [task for (_, task), _ in graph.own_first("y", 3)]
+    assert tiles[:2] == ([6, 7] if size == 3 else [0, 1])
+
+
+@pytest.mark.parametrize("later", ["into whole", "into part"])
+def test_who_overwrites_a_part_or_what_is_brought_awaits_the_gather(later: str):
+    """The gather of the own part may come after what makes that part."""
+    text = GATHERED.replace("input x", "state x" if later == "into part" else "input x")
+    tensor, rows = ("x", 256) if later == "into part" else ("whole", 1024)
+    copied = f"  z = copy[i0:{rows} i1:64] v(i0, i1) -> {tensor}(i0, i1)\n"
+    text = text.replace("  weight", f"  input v: f32[{rows}, 64]\n  weight")
+    text = text.replace("  return", f"{copied}  return")
+    tilings = {"bring": {"r": 1}, "y": {"m": 128}, "z": {"i0": 128}}
+    graph = analysed(parse_program(text), tilings, num_ranks=4)
+    name = between(graph, "bring", "y").name
+    held = dict(graph.own_first("y" if later == "into part" else "z", 1))
+    tasks = [("y" if later == "into part" else "z", task) for task in (2, 3)]
+    assert all((name, (1,)) in held[task] for task in tasks)
+
+
 SCATTERED = """\
 program scattered
   input x: f32[1024, 64]
