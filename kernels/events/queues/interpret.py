@@ -45,8 +45,8 @@ def run_queues(
     symbols: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> LaunchRecord:
-    """One launch on one rank. given: inputs, weights and states by name. symbols: values of those
-    that the graph has. seed: which SM goes on when several can.
+    """One launch on one rank. given: inputs, weights and states by name; states left out are zero.
+    symbols: values of those that the graph has. seed: which SM goes on when several can.
     """
     (launch,) = run_ranks(queues, [given], DeviceMesh(rank=1), symbols=symbols, seed=seed)
     return launch

@@ -35,8 +35,9 @@ COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
 
 class TileReference:
     """The tensors of one launch. Those that tasks write start as NaN, or the largest integer, those
-    that are given too as copies. Where ranks share groups out and somebody reads all rows, those of
-    other ranks' groups are zeros from the start on, since the rank has no task that writes them.
+    that are given too as copies, and states that are left out as zeros. Where ranks share groups
+    out and somebody reads all rows, those of other ranks' groups are zeros from the start on, since
+    the rank has no task that writes them.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class TileReference:
         self.tensors = {n: x.clone() if n in written else x for n, x in given.items()}
         for tensor in graph.program.tensors:
             if tensor.name not in given:
-                fill = 0 if tensor.name in shared else _unwritten(tensor.dtype)
+                zeros = tensor.role == "state" or tensor.name in shared
+                fill = 0 if zeros else _unwritten(tensor.dtype)
                 self.tensors[tensor.name] = torch.full(
                     tensor.shape, fill, dtype=torch_dtype(tensor.dtype), device="cpu"
                 )

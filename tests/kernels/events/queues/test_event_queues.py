@@ -475,6 +475,20 @@ def test_states_that_are_given_stay():
         assert launch.tensors["cache"].sum() == 24
 
 
+@pytest.mark.parametrize("dtype", ["f32", "i64"])
+def test_states_that_are_left_out_are_zero_at_first(dtype: str):
+    p = ProgramBuilder("counting")
+    state = p.state("state", (4,), dtype)
+    total = p.pointwise("a0 + a1", p.input("x", (4,), dtype), state, name="total")
+    program = p.build(p.set(total, into=p.slice(state, 0, 0, 4, view=True)), state)
+    queues = make_queues(analyse_events(program, {"total": {"i0": 2}}), 3)
+    x = torch.arange(4).to(torch.int64 if dtype == "i64" else torch.float32)
+    found = run_queues(queues, {"x": x}).tensors
+    assert torch.equal(found["state"], x)
+    again = run_queues(queues, {"x": x, "state": found["state"]}).tensors
+    assert torch.equal(again["state"], 2 * x)
+
+
 def test_lists_never_overflow():
     """The capacity bounds any routing, and some routing comes near it."""
     for num_rows, num, num_experts in ((4, 2, 4), (7, 3, 5), (1, 2, 9), (12, 1, 3)):
