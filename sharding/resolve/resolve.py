@@ -223,7 +223,8 @@ class Resolver:
             forms[self.homes.setdefault(tensor, layout)] = tensor
             self.locals[tensor] = tensor, self.homes[tensor]
         if layout not in forms:
-            paths = [(self.path(tensor, source, layout), source) for source in forms]
+            sources = [at for at in forms if _holds_parts(at, layout)] or forms
+            paths = [(self.path(tensor, source, layout), source) for source in sources]
             movements, source = min(paths, key=lambda p: sum(move.time_us for move in p[0]))
             self.follow(tensor, forms[source], movements)
         return forms[layout]
@@ -368,6 +369,13 @@ def _moved(
         for axis in axes:
             found[position] = found[position].moved(axis, SUM)
     return tuple(found)
+
+
+def _holds_parts(source: Layout, target: Layout) -> bool:
+    """Whether what is in parts in the target is so in the source, for nothing becomes a part of a
+    combination by moving.
+    """
+    return all(source.at(axis) == target.at(axis) for axis in target.partial_axes)
 
 
 def _changed(move: Move) -> tuple[Placement, Placement]:

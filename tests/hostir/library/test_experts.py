@@ -135,6 +135,27 @@ def test_two_mesh_axes_divide_experts_and_each_expert():
         torch.testing.assert_close(rank["y"].double(), expected(tensors, 2), rtol=1e-5, atol=1e-5)
 
 
+def test_rows_that_leave_are_divided_by_expert_and_column_too():
+    """The rows as ranks have them by expert give the columns, not those that leave as a whole."""
+    p = ProgramBuilder("rows")
+    x, ids, weights = p.input("x", (5, 8)), p.input("ids", (5, 1), "i32"), p.input("w", (5, 1))
+    routing = p.route(ids, 4)
+    rows = p.gather_rows(x, routing, name="rows")
+    made = p.grouped_linear(rows, p.weight("up", (4, 1, 8)), routing, name="made")
+    down = p.grouped_linear(made, p.weight("down", (4, 8, 1)), routing)
+    program = p.build(rows, p.scatter_add(down, weights, routing, name="y"))
+    plan = plan_program(program, DeviceMesh(dp=2, tp=2), CPU)
+    steps = [s for s in plan.steps if isinstance(s, PlacedOp) and s.op.name == "made"]
+    assert {option.axis for _, option in steps[0].splits} == {"e", "k"}
+    local = localize(plan)
+    host = run_passes(lower_program(local, megakernel=False, peer_memory=False))
+    tensors = tensors_of(program) | {"ids": torch.tensor([[1], [0], [3], [1], [1]]).int()}
+    wanted = run_program(program, tensors)
+    for found in run_mesh(host, local, tensors):
+        for name in program.outputs:
+            torch.testing.assert_close(found[name], wanted[name])
+
+
 def test_rows_may_be_shared_out_too():
     """Tokens on different ranks (data parallel), experts on all of them."""
     program = moe_block(rows=8)
