@@ -9,14 +9,32 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from distmega.arguments import require_type, shown
-from distmega.engine.decode_plan import model_mesh, num_stages_of, plan_decode, require_positions
-from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateResult, Token
+from distmega.engine.decode_plan import (
+    context_limit,
+    model_mesh,
+    num_stages_of,
+    plan_decode,
+    require_positions,
+    require_traced,
+    untraced,
+)
+from distmega.engine.ranks.context import DeviceKind
+from distmega.engine.requests import (
+    EngineOptions,
+    GenerateRequest,
+    GenerateResult,
+    ScoreRequest,
+    Token,
+    TraceRequest,
+)
+from distmega.engine.texts import encode_prompts, encode_text
 from distmega.errors import RequestError, counted
 from distmega.kernels.machines import CPU
 from distmega.launch.contract import LauncherOptions
 from distmega.launch.launchers import choose_device, choose_launcher, launch, require_gpus
+from distmega.models.decoder import AnyDecoder
 from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sources.load import check_files
+from distmega.sources.load import tokenizer_at
 from distmega.sources.locate import config_at, locate_model
 
 
@@ -32,8 +50,7 @@ def generate(
     machine, on its GPUs if it has some. Under torchrun, where every rank would return, start a job
     with launch("distmega.engine.ranks.jobs:generate", ...) instead.
 
-    Raises the errors of launch, and ModelError, PlanError or RequestError before any rank starts
-    where the model is unknown, or can't be divided so.
+    Raises the errors of launch, and those of check_request before any rank starts.
     """
     if not isinstance(request, GenerateRequest):
         raise RequestError(
@@ -50,8 +67,7 @@ def generate(
             remedy='call launch("distmega.engine.ranks.jobs:generate", request, options) on '
             "every rank",
         )
-    mesh = model_mesh(request.tp, request.pp)
-    check_model(request.model, mesh, request.options, options, request.max_new_tokens)
+    check_request(request, options)
     options = reserve_ranks(options, request.tp, request.pp)
     last: object = None
     for event in launch("distmega.engine.ranks.jobs:generate", request, options):
@@ -69,34 +85,61 @@ def reserve_ranks(options: LauncherOptions, tp: int, pp: int) -> LauncherOptions
     return replace(options, num_ranks=tp * pp, ray=ray)
 
 
-def check_model(
-    model: str,
-    mesh: DeviceMesh,
-    options: EngineOptions,
-    launcher: LauncherOptions,
-    max_new_tokens: int = 0,
+def check_request(
+    request: GenerateRequest | ScoreRequest | TraceRequest, launcher: LauncherOptions
 ) -> None:
-    """Finds a wrong model or degree before any rank starts, and fetches a model of the Hub. What
-    can be told without the model's program is told before it is made.
+    """Finds what is wrong with a request before any rank starts, and fetches a model of the Hub.
+    What can be told without the model's program is told before it is made, what can be told without
+    its weights before they are fetched.
 
-    LaunchError where this machine is to run all ranks on its GPUs and has too few, RequestError
-    where it is to run them on its cores and hasn't the memory, and where max_new_tokens leave no
-    position for a prompt.
+    LaunchError where this machine is to run all ranks on its GPUs and has too few; ModelError where
+    the model is unknown or damaged; PlanError where it can't be divided so; RequestError where this
+    machine is to run ranks on its cores and hasn't the memory, and for texts that don't fit the
+    context, have no tokens, or some that the model does not know.
     """
+    mesh = model_mesh(request.tp, 1 if isinstance(request, TraceRequest) else request.pp)
     require_gpus(launcher, mesh.num_ranks)
-    location = locate_model(model)
+    location = locate_model(request.model, "tokenizer")
     config = config_at(location)
-    require_positions(config, options, max_new_tokens)
-    check_files(location, config)
+    _check_lengths(request, config, launcher)
+    tokenizer = tokenizer_at(location, config)
+    if isinstance(request, GenerateRequest):
+        encode_prompts(request, config, tokenizer)
+    elif isinstance(request, ScoreRequest):
+        encode_text(request, config, tokenizer)
+    _check_plan(config, mesh, request.options, launcher)
+    locate_model(request.model, "weights")
+
+
+def _check_lengths(
+    request: GenerateRequest | ScoreRequest | TraceRequest,
+    config: AnyDecoder,
+    launcher: LauncherOptions,
+) -> None:
+    """RequestError for positions and devices that the request can't have whatever its texts are."""
+    limit = context_limit(config, request.options)
+    if isinstance(request, GenerateRequest):
+        require_positions(config, request.options, request.max_new_tokens)
+    elif isinstance(request, TraceRequest):
+        if (device := _device(launcher)) == "cpu":
+            raise untraced(device)
+        require_traced(limit, request.num_steps, request.position)
+
+
+def _check_plan(
+    config: AnyDecoder, mesh: DeviceMesh, options: EngineOptions, launcher: LauncherOptions
+) -> None:
+    """PlanError where a model can't be divided so, RequestError for more than the machine has room
+    for.
+    """
     num_stages = num_stages_of(mesh)
     num_bytes = 0
     for stage in range(num_stages):
         staged = plan_decode(config, mesh, CPU, options, index=stage)
         num_bytes += staged.plan.memory.total_bytes * (mesh.num_ranks // num_stages)
-    starter = choose_launcher(launcher.launcher)
     if (
-        starter == "local"
-        and choose_device(launcher.device, starter) == "cpu"
+        choose_launcher(launcher.launcher) == "local"
+        and _device(launcher) == "cpu"
         and num_bytes > (most := memory_bytes())
     ):
         raise RequestError(
@@ -105,7 +148,11 @@ def check_model(
             expected=f"at most the {most / 1e9:.1f} GB of this machine",
             remedy="use GPUs, a smaller model, a smaller batch or a shorter context",
         )
-    locate_model(model, weights=True)
+
+
+def _device(launcher: LauncherOptions) -> DeviceKind:
+    """Where the ranks of a launcher compute."""
+    return choose_device(launcher.device, choose_launcher(launcher.launcher))
 
 
 def memory_bytes() -> int:

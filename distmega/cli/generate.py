@@ -20,10 +20,9 @@ from distmega.cli.starting import (
     run_ranks,
 )
 from distmega.cli.streams import read_argument, say, split_lines
-from distmega.engine.decode_plan import model_mesh
 from distmega.engine.requests import EngineOptions, GenerateRequest, GenerateResult, Opened, Token
 from distmega.errors import counted
-from distmega.generation import check_model
+from distmega.generation import check_request
 from distmega.models.sampling import Sampling
 
 SamplingFlags = Annotated[Sampling, tyro.conf.arg(name="", prefix_name=False)]
@@ -77,8 +76,7 @@ def run_generate(command: Generate, console: Console) -> None:
         ignore_eos=command.ignore_eos,
         options=command.engine,
     )
-    mesh = model_mesh(request.tp, request.pp)
-    check_model(request.model, mesh, request.options, options, request.max_new_tokens)
+    check_request(request, options)
     start, started = time.monotonic(), False
     opened = start
     for value in run_ranks("distmega.engine.ranks.jobs:generate", request, options):

@@ -14,10 +14,9 @@ from distmega.cli.starting import (
     read_shared_text,
     run_ranks,
 )
-from distmega.engine.decode_plan import model_mesh
 from distmega.engine.requests import EngineOptions, Opened, ScoreRequest, ScoreResult
 from distmega.errors import counted
-from distmega.generation import check_model
+from distmega.generation import check_request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ def run_perplexity(command: Perplexity, console: Console) -> None:
         pp=command.ranks.pp,
         options=command.engine,
     )
-    check_model(request.model, model_mesh(request.tp, request.pp), request.options, options)
+    check_request(request, options)
     for value in run_ranks("distmega.engine.ranks.jobs:score", request, options):
         if value == Opened(random_weights=True):
             announce_random_weights("figure", console)

@@ -7,10 +7,9 @@ from rich.console import Console
 
 from distmega.cli.flags import EngineFlags, Model, Out, RankFlags, Ranks
 from distmega.cli.starting import launcher_options, run_ranks
-from distmega.engine.decode_plan import model_mesh
 from distmega.engine.requests import EngineOptions, TraceRequest, TraceResult
 from distmega.errors import RequestError, counted
-from distmega.generation import check_model
+from distmega.generation import check_request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,7 @@ def run_trace(command: Trace, console: Console) -> None:
         tp=tp,
         options=command.engine,
     )
-    check_model(request.model, model_mesh(request.tp, 1), request.options, options)
+    check_request(request, options)
     for value in run_ranks("distmega.engine.ranks.jobs:trace", request, options):
         if isinstance(value, TraceResult):
             end = (

@@ -20,6 +20,7 @@ import torch
 
 from distmega.arguments import shown
 from distmega.engine.ranks.own_process import require_process
+from distmega.engine.texts import require_known
 from distmega.errors import HangError, RequestError
 from distmega.hostir.library.torch_types import ordinary_tensors
 
@@ -141,13 +142,7 @@ def require_tokens(ids: object, vocab: int) -> list[int]:
             expected="whole numbers in a sequence",
             remedy="give what the model's tokenizer gives",
         )
-    if found and not 0 <= min(found) <= max(found) < vocab:
-        wrong = next(token for token in found if not 0 <= token < vocab)
-        raise RequestError(
-            f"token {shown(wrong)}",
-            expected=f"tokens of 0 to {vocab - 1}",
-            remedy="use the model's own tokenizer",
-        )
+    require_known(found, vocab)
     return found
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
 
+from distmega.arguments import require_whole
 from distmega.collecting import gc_paused
 from distmega.engine.requests import DEFAULT_CONTEXT, EngineOptions, Experts
 from distmega.errors import PlanError, RequestError, argument, counted
@@ -62,15 +63,20 @@ def context_limit(config: AnyDecoder, options: EngineOptions) -> int:
 
 
 def require_positions(
-    config: AnyDecoder, options: EngineOptions, num_new: int, num_tokens: int | None = None
+    config: AnyDecoder,
+    options: EngineOptions,
+    num_new: int,
+    num_tokens: int | None = None,
+    which: str = "",
 ) -> None:
     """RequestError where a prompt and new tokens do not fit the KV cache. num_tokens: of the
-    prompt; None where they are not counted yet: it has one at least.
+    prompt; None where they are not counted yet: it has one at least. which: says in a message which
+    prompt it is.
     """
     limit = context_limit(config, options)
     if (1 if num_tokens is None else num_tokens) + num_new <= limit:
         return
-    prompt = "at least 1 token" if num_tokens is None else counted(num_tokens, "token")
+    prompt = "at least 1 token" if num_tokens is None else counted(num_tokens, "token") + which
     fewer, more = f"lower {argument('max_new_tokens')}", f"raise {argument('max_context')}"
     wider = f", {fewer} or {more} (the model allows {config.max_positions})"
     raise RequestError(
@@ -79,6 +85,30 @@ def require_positions(
         remedy="shorten the prompt"
         + (f" or {fewer}; the model allows no more" if limit == config.max_positions else wider),
     )
+
+
+def untraced(device: str) -> RequestError:
+    """The error for a trace where no decode kernel runs."""
+    return RequestError(
+        f"a trace on {device}",
+        expected="a Hopper GPU and a model that the decode kernel runs",
+        remedy="run on such a GPU with triton installed",
+    )
+
+
+def require_traced(limit: int, num_steps: int, position: int) -> None:
+    """RequestError where a trace of steps from a position on, which run twice, does not fit a KV
+    cache of `limit` positions.
+    """
+    require_whole("num_steps", num_steps, 1)
+    require_whole("position", position, 0)
+    if position + 2 * num_steps > limit:
+        raise RequestError(
+            f"two launches of {counted(num_steps, 'step')} after {counted(position, 'position')}",
+            expected=f"at most {counted(limit, 'position')} together",
+            remedy=f"lower {argument('num_steps')} or {argument('position')}, or raise"
+            f" {argument('max_context')}",
+        )
 
 
 SEQUENCE_DIM = 0

@@ -22,7 +22,9 @@ from distmega.engine.decode_plan import (
     DecodePlan,
     lower_decode,
     plan_decode,
+    require_traced,
     stage_mesh,
+    untraced,
 )
 from distmega.engine.kept_plans import NOTHING_KEPT, keep_triton_key, open_plans
 from distmega.engine.library_steps import LibrarySteps
@@ -34,6 +36,7 @@ from distmega.engine.ranks.own_process import OwnProcess
 from distmega.engine.requests import EngineOptions
 from distmega.engine.soundness import UnsoundRunError, explain_unsound, is_sound, run_ops
 from distmega.engine.steps_ahead import decode_ahead, last_logits
+from distmega.engine.texts import require_not_empty
 from distmega.engine.weight_loading import (
     Progress,
     Tell,
@@ -335,12 +338,8 @@ class Engine(OwnProcess):
         second launch of two, on the GPU's clock. RequestError where no decode kernel runs.
         """
         if self.stepping is None:
-            raise RequestError(
-                f"a trace on {self.device}",
-                expected="a Hopper GPU and a model that the decode kernel runs",
-                remedy="run on such a GPU with triton installed",
-            )
-        self._require_capacity(2 * num_steps, position)
+            raise untraced(str(self.device))
+        require_traced(self.decode_plan.max_context, num_steps, position)
         with self._calls.alone(), self._in_step:
             for _ in range(2):
                 self.stepping.start([0] * self.batch, [position] * self.batch, self._sample_inputs)
@@ -589,12 +588,7 @@ class Engine(OwnProcess):
                 expected=f"slots below the batch of {self.batch}",
                 remedy=f"raise {argument('batch')}",
             )
-        if not len(ids):
-            raise RequestError(
-                f"an empty prompt in slot {slot}",
-                expected="a token at least",
-                remedy="leave the prompt out, or begin it with the model's first token",
-            )
+        require_not_empty(len(ids), f"in slot {slot}")
         self._require_capacity(len(ids), 0)
 
     def _require_capacity(self, num_tokens: int, num_cached: int) -> None:

@@ -51,10 +51,14 @@ def open_model(name: str | PathLike[str], *, seed: int = 0) -> ModelSource:
     RequestError for a seed that is no whole number from 0 on.
     """
     require_whole("seed", seed, 0, MAX_NUMBER)
-    location = locate_model(name, weights=True)
+    return _open_at(locate_model(name, "weights"), seed=seed)
+
+
+def _open_at(location: Location, config: AnyDecoder | None = None, *, seed: int = 0) -> ModelSource:
+    """Opens the files at a location; see open_model. config: where it is read already."""
     if location.kind == "gguf":
         return _open_gguf(location)
-    config = config_at(location)
+    config = config or config_at(location)
     if not isinstance(config, ModelConfig):
         return _open_other(location, config)
     if location.kind == "folder":
@@ -69,13 +73,14 @@ def open_model(name: str | PathLike[str], *, seed: int = 0) -> ModelSource:
     return _source(location, config, random, lambda: byte_tokenizer(config.vocab))
 
 
-def check_files(location: Location, config: AnyDecoder) -> None:
-    """Opens the files of a model whose program takes seconds to make, so that what is wrong with
-    them is known before. Does nothing where our own decoders make the program, and where files are
-    still to be fetched. ModelError as of open_model and of the tokenizer.
+def tokenizer_at(location: Location, config: AnyDecoder) -> Tokenizer:
+    """The tokenizer of a model. Opens its other files too, so that what is wrong with them is known
+    before its program is made and ranks start, but where they are still to be fetched. ModelError
+    as of open_model and of the tokenizer.
     """
-    if not isinstance(config, ModelConfig) and not location.of_hub:
-        _open_other(location, config).tokenizer()
+    if location.of_hub:
+        return late.tokenizer_from_folder(location.path, config.eos_ids)
+    return _open_at(location, config).tokenizer()
 
 
 def _open_other(location: Location, config: AnyDecoder) -> ModelSource:

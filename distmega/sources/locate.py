@@ -16,7 +16,7 @@ from distmega.arguments import require_type
 from distmega.errors import ModelError, UnknownModelError
 from distmega.models.decoder import AnyDecoder
 from distmega.models.fields import read_json, require_target
-from distmega.models.huggingface.hub import hub_folder, is_hub_id
+from distmega.models.huggingface.hub import Needs, hub_folder, is_hub_id
 from distmega.models.presets import PRESETS
 from distmega.sources import late
 
@@ -45,12 +45,12 @@ class Location:
         return self.kind in ("preset", "config")
 
 
-def locate_model(name: str | PathLike[str], *, weights: bool = False) -> Location:
+def locate_model(name: str | PathLike[str], needs: Needs = "config") -> Location:
     """Resolves a preset, a packaged model, a path or an id of the Hugging Face Hub; ModelError says
     what there is instead.
 
     Known names win over files of the same name, and these over ids: write ./name for files.
-    weights: of an id, fetch these too where they are not cached, not the configuration alone.
+    needs: what of an id is fetched where it is not cached.
     """
     require_type("model", name, (str, PathLike), "a name or a path", error=ModelError)
     name = fsdecode(name)
@@ -62,7 +62,7 @@ def locate_model(name: str | PathLike[str], *, weights: bool = False) -> Locatio
     if path is None:
         if not is_hub_id(name):
             raise _no_such_model(name)
-        folder = hub_folder(name, _expected_names(), weights=weights)
+        folder = hub_folder(name, _expected_names(), needs)
         return Location(kind="folder", name=name, path=folder, of_hub=True)
     if path.is_dir():
         require_target(path / _CONFIG)

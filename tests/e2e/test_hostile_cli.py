@@ -194,7 +194,7 @@ def test_gpus_are_looked_for_before_anything_is_read(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("distmega.generation.locate_model", lambda name: pytest.fail("model read"))
+    monkeypatch.setattr("distmega.generation.locate_model", lambda *_: pytest.fail("model read"))
     monkeypatch.setattr("distmega.launch.launchers.DEVICES", tmp_path)
     monkeypatch.setattr("distmega.launch.late.num_gpus", lambda: 0, raising=False)
     assert main([*command, "--device", "cuda", "--launcher", "local"]) == 1
@@ -210,7 +210,7 @@ def test_memory_is_looked_at_before_anything_is_built(
     monkeypatch.setattr("distmega.cli.starting.launch", lambda *given: pytest.fail("ranks started"))
     config = {
         "model_type": "llama", "hidden_size": 65536, "num_attention_heads": 64,
-        "intermediate_size": 262144, "vocab_size": 2**22, "num_hidden_layers": 100,
+        "intermediate_size": 262144, "vocab_size": 2**15, "num_hidden_layers": 100,
         "max_position_embeddings": 128,
     }  # fmt: skip
     path = tmp_path / "config.json"

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from distmega.errors import ModelError
+from distmega.engine.requests import GenerateRequest
+from distmega.errors import ModelError, RequestError
+from distmega.generation import check_request
+from distmega.launch.contract import LauncherOptions
 from distmega.models.huggingface import hub
 from distmega.sources.load import open_model
 from distmega.sources.locate import locate_model, read_config
@@ -54,7 +57,7 @@ def fetching(fetch: Callable[..., str]) -> SimpleNamespace:
 def test_a_cached_model_is_opened_without_the_package(cache, saved, monkeypatch):
     snapshot = fill(cache, saved, *FILES)
     monkeypatch.setattr(hub, "huggingface_hub", None)
-    assert locate_model(NAME, weights=True).path == snapshot
+    assert locate_model(NAME, "weights").path == snapshot
     source = open_model(NAME)
     assert not source.random
     assert source.weight("embed").read().shape == (288, 48)
@@ -89,6 +92,20 @@ def test_what_is_missing_is_fetched(cache, saved, monkeypatch):
     assert len(asked) == 1
 
 
+def test_prompts_are_looked_at_before_weights_are_fetched(cache, saved, monkeypatch):
+    fetched = []
+
+    def fetch(name: str, *, allow_patterns: list[str]) -> str:
+        fetched.append([file for file in FILES if file in allow_patterns])
+        return str(fill(cache, saved, *fetched[-1]))
+
+    monkeypatch.setattr(hub, "huggingface_hub", fetching(fetch))
+    request = GenerateRequest(model=NAME, prompts=("a" * 250,), max_new_tokens=10)
+    with pytest.raises(RequestError, match="a prompt of 250 tokens and 10 new ones"):
+        check_request(request, LauncherOptions(device="cpu"))
+    assert fetched == [["config.json", "tokenizer.json"]]
+
+
 def test_an_id_that_can_not_be_fetched_is_no_preset(cache, monkeypatch):
     def fail(name: str, **options: object) -> str:
         raise OSError("no\n  network")
@@ -119,7 +136,7 @@ def test_shards_of_the_index_are_looked_for(cache, saved, monkeypatch):
     index = '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
     (snapshot / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelError, match=r"without model-00001-of-00002\.safetensors"):
-        locate_model(NAME, weights=True)
+        locate_model(NAME, "weights")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distmega.arguments import require_whole
-from distmega.engine.decode_plan import model_mesh, require_positions
+from distmega.engine.decode_plan import model_mesh
 from distmega.engine.engine import Engine, require_choices, require_opened
 from distmega.engine.ranks.answers import GrowingAnswer
 from distmega.engine.ranks.communicators import left_on_failure, open_communicator
@@ -37,11 +37,11 @@ from distmega.engine.requests import (
     TraceRequest,
     TraceResult,
 )
+from distmega.engine.texts import encode_prompts, encode_text
 from distmega.engine.weight_loading import Progress, Tell, no_progress, tell_nobody
 from distmega.errors import RequestError, argument, counted
 from distmega.models.decoder import Logits
 from distmega.models.sampling import MOST_LIKELY, Samplings
-from distmega.models.text.tokenizer import Tokenizer
 from distmega.sources.load import ModelSource, open_model
 from distmega.trace_file import Span, write_trace
 from distmega.whole_file import naming_unwritable, require_writable
@@ -55,7 +55,7 @@ def generate(context: RankContext, request: GenerateRequest, emit: Emit) -> Gene
     source = open_model(request.model)
     emit(Opened(random_weights=source.random))
     tokenizer = source.tokenizer()
-    prompts = [encode_prompt(source, tokenizer, prompt, request) for prompt in request.prompts]
+    prompts = encode_prompts(request, source.config, tokenizer)
     engine = open_engine(
         context,
         source,
@@ -123,13 +123,7 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
     """Perplexity of a text, in windows where it is longer than the context."""
     source = open_model(request.model)
     emit(Opened(random_weights=source.random))
-    ids = source.tokenizer().encode(request.text)
-    if len(ids) < 2:
-        raise RequestError(
-            f"a text of {counted(len(ids), 'token')}",
-            expected="at least 2",
-            remedy="give a longer text",
-        )
+    ids = encode_text(request, source.config, source.tokenizer())
     engine = open_engine(
         context,
         source,
@@ -140,12 +134,6 @@ def score(context: RankContext, request: ScoreRequest, emit: Emit) -> ScoreResul
         tell=report_doing(emit),
     )
     emit(Doing(what=f"reading {counted(len(ids), 'token')}"))
-    if engine.decode_plan.max_context < 2:
-        raise RequestError(
-            f"{argument('max_context')} {engine.decode_plan.max_context}",
-            expected="at least 2, a token and the next one",
-            remedy="raise it",
-        )
     total = 0.0
     for window in text_windows(len(ids), engine.decode_plan.max_context):
         logits = engine.logits(ids[window.start : window.stop])
@@ -264,16 +252,3 @@ def report_loading(emit: Emit) -> Progress:
             emit(Loaded(done_bytes=done_bytes, all_bytes=all_bytes))
 
     return report
-
-
-def encode_prompt(
-    source: ModelSource, tokenizer: Tokenizer, prompt: str, request: GenerateRequest
-) -> list[int]:
-    """Token ids of a prompt; RequestError when it and the answer do not fit the context."""
-    if request.chat:
-        text = tokenizer.chat_prompt([{"role": "user", "content": prompt}])
-        ids = tokenizer.encode(text, add_special_tokens=False)
-    else:
-        ids = tokenizer.encode(prompt)
-    require_positions(source.config, request.options, request.max_new_tokens, len(ids))
-    return ids
