@@ -82,8 +82,9 @@ def read_text(path: Path) -> str:
     except (OSError, ValueError) as error:
         shown = str(path)
         shown = shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
+        named = "standard input" if path == STDIN else f"text file {shown!r}"
         raise RequestError(
-            f"text file {shown!r} can't be read ({getattr(error, 'strerror', None) or error})",
+            f"{named} can't be read ({getattr(error, 'strerror', None) or error})",
             expected="a UTF-8 text file",
             remedy="check the path and the encoding",
         ) from error

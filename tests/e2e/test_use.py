@@ -105,6 +105,9 @@ def test_a_dash_is_standard_input(monkeypatch, capsys, tmp_path: Path):
         == 0
     )
     assert "2 tokens after 2 on 1 rank" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"\xff\xfe")))
+    with pytest.raises(RequestError, match=r"^standard input can't be read"):
+        starting.read_shared_text(starting.STDIN)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(RequestError, match="standard input of ranks that torchrun started"):
         starting.read_shared_text(starting.STDIN)
