@@ -118,9 +118,24 @@ def require_one_of(
         )
 
 
+def require_callable(name: str, value: object) -> None:
+    """Refuses what can't be called."""
+    if not callable(value):
+        found = f"{argument(name)} {shown(value)}"
+        raise RequestError(found, expected="a function", remedy="give one, or leave it out")
+
+
 def require_texts(name: str, values: object) -> None:
-    """Refuses what is no tuple or list of texts."""
+    """Refuses what is no tuple or list of texts, and halves of surrogate pairs in them, which no
+    encoding has.
+    """
     texts = values if isinstance(values, tuple | list) else [None]
     if not all(isinstance(text, str) for text in texts):
         found = f"{argument(name)} {shown(values)}"
         raise RequestError(found, expected="texts in a tuple", remedy='give ("text",)')
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            found = f"{argument(name)} {shown(text)} can't be encoded"
+            raise RequestError(found, expected="valid Unicode", remedy="give UTF-8 text") from error

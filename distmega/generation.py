@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from distmega.arguments import require_type, shown
+from distmega.arguments import require_callable, require_type, shown
 from distmega.engine.decode_plan import (
     context_limit,
     model_mesh,
@@ -60,6 +60,8 @@ def generate(
         )
     options = LauncherOptions() if launcher is None else launcher
     require_type("launcher", options, LauncherOptions, "LauncherOptions")
+    if on_token is not None:
+        require_callable("on_token", on_token)
     if choose_launcher(options.launcher) == "torchrun":
         raise RequestError(
             "generate under torchrun",

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distmega.arguments import MAX_NUMBER, is_list, require_switch, require_whole, shown
+from distmega.arguments import (
+    MAX_NUMBER,
+    is_list,
+    require_callable,
+    require_switch,
+    require_whole,
+    shown,
+)
 from distmega.engine import late
 from distmega.engine.calls import Calls, RanksInStep, Tokens, prompt_tokens, require_tokens
 from distmega.engine.decode_plan import (
@@ -129,6 +136,8 @@ class Engine(OwnProcess):
         require_opened(source, options)
         require_communicator(comm, mesh)
         require_choices(logits, sampling)
+        require_callable("progress", progress)
+        require_callable("tell", tell)
         self.mesh, self.comm, self.device = mesh, comm, find_device(device)
         self.eos_ids = frozenset(source.config.eos_ids)
         """Tokens that end a sequence."""

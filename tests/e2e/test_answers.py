@@ -150,6 +150,8 @@ def test_a_job_tells_probabilities_and_why_answers_end():
         ({"stop": "x"}, "stop 'x'; expected texts in a tuple"),
         ({"stop": 5}, "stop 5; expected texts in a tuple"),
         ({"stop": ("x", "")}, "an empty text in stop; expected texts of at least one character"),
+        ({"stop": ("x", "\ud800")}, r"stop '\\ud800' can't be encoded; expected valid Unicode"),
+        ({"prompts": ("a", "\udfff")}, r"prompts '\\udfff' can't be encoded; expected valid"),
         ({"logprobs": -1}, "logprobs -1; expected at least 0"),
         ({"logprobs": 101}, "logprobs 101; expected at most 100"),
         ({"sampling": (Sampling(),)}, "1 sampling of 2 sequences; expected one Sampling for all"),
@@ -157,7 +159,7 @@ def test_a_job_tells_probabilities_and_why_answers_end():
 )
 def test_requests_that_are_refused(changes: dict[str, object], message: str):
     with pytest.raises(RequestError, match=message):
-        distmega.GenerateRequest(model="tiny-llama", prompts=("a", "b"), **changes)
+        distmega.GenerateRequest(**{"model": "tiny-llama", "prompts": ("a", "b"), **changes})
 
 
 def test_the_batch_follows_from_the_prompts():

@@ -248,6 +248,18 @@ def test_generate_under_torchrun_names_what_to_call(monkeypatch):
         (lambda: request(model=None), "model None; expected a name or path as text"),
         (lambda: request(options=None), "options None; expected EngineOptions"),
         (lambda: distmega.generate("hi"), "'hi' in place of a request; expected a GenerateReq"),
+        (
+            lambda: distmega.generate(request(), LauncherOptions(device="cpu"), 5),
+            "^on_token 5; expected a function; give one, or leave it out",
+        ),
+        (
+            lambda: opened(distmega.open_model("tiny-llama"), progress=5),
+            "^progress 5; expected a fun",
+        ),
+        (
+            lambda: opened(distmega.open_model("tiny-llama"), tell="x"),
+            "^tell 'x'; expected a function",
+        ),
         (lambda: opened("tiny-llama"), "'tiny-llama' in place of an open model; .*open_model ret"),
         (lambda: opened(distmega.open_model("tiny-llama"), {}), "options {}; expected EngineOpt"),
     ],
@@ -257,8 +269,10 @@ def test_a_value_of_a_wrong_type_is_refused_at_once(make, message: str):
         make()
 
 
-def opened(source: object, options: object = distmega.EngineOptions()) -> distmega.Engine:
-    return distmega.open_engine(CPU_RANK, source, 1, options)
+def opened(
+    source: object, options: object = distmega.EngineOptions(), **others: object
+) -> distmega.Engine:
+    return distmega.open_engine(CPU_RANK, source, 1, options, **others)
 
 
 def request(**changes: object) -> distmega.GenerateRequest:
