@@ -127,9 +127,10 @@ class RanksInStep:
             self._hang = error.found
 
 
-def require_tokens(ids: object, vocab: int) -> list[int]:
+def require_tokens(ids: object, vocab: int, which: str = "") -> list[int]:
     """Token ids as whole numbers, from 0 to vocab - 1; RequestError for anything else, True and
-    False among it, and for what holds them in no order, or is a text.
+    False among it, and for what holds them in no order, or is a text. which: says in a message
+    where they are given.
     """
     found = None
     if not isinstance(ids, bytes | Mapping | Set):
@@ -138,11 +139,11 @@ def require_tokens(ids: object, vocab: int) -> list[int]:
             found = None if any(map(_is_switch, given)) else [*map(index, given)]
     if found is None:
         raise RequestError(
-            f"tokens {shown(ids)}",
+            f"tokens {shown(ids)}{which}",
             expected="whole numbers in a sequence",
             remedy="give what the model's tokenizer gives",
         )
-    require_known(found, vocab)
+    require_known(found, vocab, which)
     return found
 
 
@@ -155,7 +156,7 @@ FEW_TOKENS = 1024
 """Up to which Python finds the least and the largest before NumPy's code is in a cache."""
 
 
-def prompt_tokens(ids: object, vocab: int) -> Tokens:
+def prompt_tokens(ids: object, vocab: int, which: str = "") -> Tokens:
     """As require_tokens, of many: an array reads a list in a quarter of the time."""
     found = None
     if isinstance(ids, list | tuple) and {*map(type, ids)} == {int}:
@@ -167,5 +168,5 @@ def prompt_tokens(ids: object, vocab: int) -> Tokens:
         found = array("q", ids.astype(np.int64).tobytes())
     # a negative one is a large one without its sign
     if not found or np.frombuffer(found, np.uint64).max() >= vocab:
-        found = array("q", require_tokens(ids, vocab))
+        found = array("q", require_tokens(ids, vocab, which))
     return found

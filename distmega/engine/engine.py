@@ -483,7 +483,7 @@ class Engine(OwnProcess):
                     expected="a prefill of it before",
                     remedy="call prefill with the tokens that the sequence starts with",
                 )
-            self._require_capacity(1, num_cached)
+            self._require_capacity(slot, 1, num_cached)
         last = self.decode_plan.max_context - 1
         positions = [min(num_cached, last) for num_cached in self._num_cached]
         given = {
@@ -532,7 +532,7 @@ class Engine(OwnProcess):
         vocab = self.decode_plan.config.vocab
         with self._calls.alone():
             known = {
-                slot: (prompt_tokens(ids, vocab), sampling)
+                slot: (prompt_tokens(ids, vocab, self._where(slot)), sampling)
                 for slot, (ids, sampling) in given.items()
             }
             return self._start(known, logits)
@@ -598,14 +598,18 @@ class Engine(OwnProcess):
                 remedy=f"raise {argument('batch')}",
             )
         require_not_empty(len(ids), f"in slot {slot}")
-        self._require_capacity(len(ids), 0)
+        self._require_capacity(slot, len(ids), 0)
 
-    def _require_capacity(self, num_tokens: int, num_cached: int) -> None:
+    def _where(self, slot: int) -> str:
+        """Says in a message which sequence of several it is."""
+        return f" in slot {slot}" if self.batch > 1 else ""
+
+    def _require_capacity(self, slot: int, num_tokens: int, num_cached: int) -> None:
         limit = self.decode_plan.max_context
-        if num_tokens < 1 or num_cached + num_tokens > limit:
+        if num_cached + num_tokens > limit:
             raise RequestError(
-                f"{counted(num_tokens, 'token')} after {num_cached}",
-                expected=f"at least 1, and at most {counted(limit, 'position')} together",
+                f"{counted(num_tokens, 'token')} after {num_cached}{self._where(slot)}",
+                expected=f"at most {counted(limit, 'position')} together",
                 remedy=f"shorten the text or raise {argument('max_context')}",
             )
 

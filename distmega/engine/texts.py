@@ -68,8 +68,8 @@ def require_not_empty(num_tokens: int, which: str) -> None:
 
 
 def require_known(ids: Sequence[int], vocab: int, which: str = "") -> None:
-    """RequestError for a token that is not one of 0 to vocab - 1; which: says in a message of which
-    text it is.
+    """RequestError for a token that is not one of 0 to vocab - 1; which: says in a message where
+    it is given.
     """
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
         wrong = next(token for token in ids if not 0 <= token < vocab)

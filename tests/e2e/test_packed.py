@@ -249,9 +249,13 @@ def test_what_does_not_fit_is_named_and_nothing_runs():
     for prompts, found in (
         ([[1], []], "an empty prompt in slot 1"),
         ([[1], [2], [3]], "a sequence for slot 2"),
-        ([[1], [0] * (CONTEXT + 1)], f"{CONTEXT + 1} tokens after 0"),
-        ([[1], [2, 288]], "token 288"),
-        ([[1], [-1]], "token -1"),
+        (
+            [[1], [0] * (CONTEXT + 1)],
+            f"{CONTEXT + 1} tokens after 0 in slot 1; expected at most {CONTEXT} positions",
+        ),
+        ([[1], [2, 288]], "token 288 in slot 1; expected tokens of 0 to 287"),
+        ([[1], [-1]], "token -1 in slot 1"),
+        ([[1], ["a"]], r"tokens \['a'\] in slot 1; expected whole numbers"),
     ):
         with pytest.raises(RequestError, match=found):
             engine.prefill_all(prompts)
