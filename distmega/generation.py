@@ -7,6 +7,7 @@ launch/launchers.py.
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from distmega.arguments import require_callable, require_type, shown
 from distmega.engine.decode_plan import (
@@ -36,6 +37,7 @@ from distmega.models.decoder import AnyDecoder
 from distmega.sharding.layout.mesh import DeviceMesh
 from distmega.sources.load import tokenizer_at
 from distmega.sources.locate import config_at, locate_model
+from distmega.whole_file import naming_unwritable, require_writable
 
 
 def generate(
@@ -103,7 +105,7 @@ def check_request(
     require_gpus(launcher, mesh.num_ranks)
     location = locate_model(request.model, "tokenizer")
     config = config_at(location)
-    _check_lengths(request, config, launcher)
+    _check_values(request, config, launcher)
     tokenizer = tokenizer_at(location, config)
     if isinstance(request, GenerateRequest):
         encode_prompts(request, config, tokenizer)
@@ -113,12 +115,14 @@ def check_request(
     locate_model(request.model, "weights")
 
 
-def _check_lengths(
+def _check_values(
     request: GenerateRequest | ScoreRequest | TraceRequest,
     config: AnyDecoder,
     launcher: LauncherOptions,
 ) -> None:
-    """RequestError for positions and devices that the request can't have whatever its texts are."""
+    """RequestError for positions, a device and a file that the request can't have, whatever its
+    texts are.
+    """
     limit = context_limit(config, request.options)
     if isinstance(request, GenerateRequest):
         require_positions(config, request.options, request.max_new_tokens)
@@ -126,6 +130,10 @@ def _check_lengths(
         if (device := _device(launcher)) == "cpu":
             raise untraced(device)
         require_traced(limit, request.num_steps, request.position)
+        if choose_launcher(launcher.launcher) == "local":  # rank 0 is on this machine
+            path = Path(request.path)
+            with naming_unwritable(path, "path"):
+                require_writable(path)
 
 
 def _check_plan(

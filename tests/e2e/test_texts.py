@@ -101,7 +101,10 @@ def test_texts_to_score_are_looked_at_before(
 
 
 def test_traces_are_looked_at_before(
-    few_tokens: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    few_tokens: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     trace = ("trace", few_tokens, "--steps", "3", "--context", "11", "--max-context", "16")
     assert main([*trace, "--device", "cpu"]) == 2
@@ -112,8 +115,14 @@ def test_traces_are_looked_at_before(
         "distmega: error: two launches of 3 steps after 11 positions; expected at most 16 positions"
         " together; lower --steps or --context, or raise --max-context"
     )
-    request = TraceRequest(model=few_tokens, path="t", num_steps=3, position=10, options=SHORT)
+    assert main([*trace, "--context", "10", "--device", "cuda", "--out", "/no/folder/t.json"]) == 2
+    assert "file '/no/folder/t.json' can't be written" in capsys.readouterr().err
+    path = tmp_path / "t.json"
+    request = TraceRequest(
+        model=few_tokens, path=str(path), num_steps=3, position=10, options=SHORT
+    )
     check_request(request, LauncherOptions(device="cuda"))
+    assert not path.exists()
 
 
 def test_files_are_looked_at_before(tmp_path: Path, few_tokens: str):
