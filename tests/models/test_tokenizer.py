@@ -4,6 +4,7 @@ chat prompts.
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,36 @@ def test_stream_of_broken_bytes_equals_decode(smol: Tokenizer):
         ids = [rng.choice([rng.randrange(49152), rng.randrange(100, 270)]) for _ in range(30)]
         stream = smol.stream()
         assert "".join(stream.push(token) for token in ids) + stream.finish() == smol.decode(ids)
+
+
+@pytest.mark.parametrize("text", ["\ufffd", "\u00e9\ufffd", "\U0001f642"])
+def test_what_never_ends_in_a_character_is_given_out_in_linear_time(text: str, smol: Tokenizer):
+    """Broken bytes, a token that is U+FFFD, and tokens of the end of one character and the
+    beginning of the next.
+    """
+    decoded = []
+
+    class Counting(Tokenizer):
+        def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+            decoded.append(len(ids))
+            return super().decode(ids, skip_special_tokens=skip_special_tokens)
+
+    for tokenizer in (smol, byte_tokenizer(256)):
+        single = [token for token in range(256) if tokenizer.decode([token]) == "\ufffd"]
+        special = [0] * (900 if tokenizer is smol else 0)
+        for ids in (
+            tokenizer.encode(text * 400),
+            single[:1] * 900,
+            [*single, *single[::-1]] * 4,
+            [*tokenizer.encode("a "), *special, *tokenizer.encode(" b")],
+        ):
+            decoded.clear()
+            stream = Counting(tokenizer._backend).stream()
+            pieces = [stream.push(token) for token in ids]
+            end = stream.finish()
+            assert "".join(pieces) + end == tokenizer.decode(ids)
+            assert len(end) <= 34
+            assert sum(decoded) < 60 * len(ids)
 
 
 def test_unfinished_character_at_the_end(smol: Tokenizer):

@@ -14,6 +14,12 @@ from distmega.models.text.chat_template import render_chat
 
 _REPLACEMENT = "\ufffd"
 _STREAM_CONTEXT = 16
+_MAX_PENDING = 32
+"""Tokens that are kept together while their text is empty or ends in U+FFFD each time; so many are
+no parts of one character.
+"""
+_MAX_PARTS = 3
+"""U+FFFD that what follows may make a character: its bytes but the last."""
 
 
 class Tokenizer:
@@ -121,28 +127,40 @@ class TokenStream:
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(context)[-_STREAM_CONTEXT:]
-        self._num_shown = len(self._ids)
+        self._restart(list(context)[-_STREAM_CONTEXT:])
 
     def push(self, token: int) -> str:
         """The text that this token completes, often empty for a part of a character."""
         self._ids.append(token)
         text = self._pending()
-        return "" if text.endswith(_REPLACEMENT) else self._show(text)
+        if text and not text.endswith(_REPLACEMENT):
+            self._restart(self._ids[self._num_old :])
+            return text
+        if len(self._ids) - self._num_old < _MAX_PENDING:
+            return ""
+        if not text:  # special tokens: none of them adds to what follows
+            del self._ids[self._num_old + _STREAM_CONTEXT :]
+            return ""
+        num_held = self._restart(self._ids[-_STREAM_CONTEXT:], _MAX_PARTS)
+        return text[: len(text) - num_held]
 
     def finish(self) -> str:
         """What is left at the end: an unfinished character, as U+FFFD."""
-        return self._show(self._pending())
+        text = self._pending()
+        self._restart(self._ids)
+        return text
 
     def _pending(self) -> str:
-        before = self._tokenizer.decode(self._ids[: self._num_shown])
-        return self._tokenizer.decode(self._ids)[len(before) :]
+        return self._tokenizer.decode(self._ids)[self._num_shown :]
 
-    def _show(self, text: str) -> str:
-        if text:
-            self._ids = self._ids[self._num_shown :]
-            self._num_shown = len(self._ids)
-        return text
+    def _restart(self, ids: list[int], most: int = 0) -> int:
+        """Goes on after these tokens, whose text is shown but for up to `most` U+FFFD at its end;
+        how many these are.
+        """
+        text = self._tokenizer.decode(ids)
+        num_held = min(most, len(text) - len(text.rstrip(_REPLACEMENT)))
+        self._ids, self._num_old, self._num_shown = ids, len(ids), len(text) - num_held
+        return num_held
 
 
 def byte_tokenizer(vocab: int) -> Tokenizer:
