@@ -129,11 +129,10 @@ def require_texts(name: str, values: object) -> None:
     """Refuses what is no tuple or list of texts, and halves of surrogate pairs in them, which no
     encoding has.
     """
-    texts = values if isinstance(values, tuple | list) else [None]
-    if not all(isinstance(text, str) for text in texts):
+    if not isinstance(values, tuple | list) or not all(isinstance(text, str) for text in values):
         found = f"{argument(name)} {shown(values)}"
         raise RequestError(found, expected="texts in a tuple", remedy='give ("text",)')
-    for text in texts:
+    for text in values:
         try:
             text.encode()
         except UnicodeEncodeError as error:
