@@ -130,7 +130,7 @@ class RanksInStep:
 def require_tokens(ids: object, vocab: int, which: str = "") -> list[int]:
     """Token ids as whole numbers, from 0 to vocab - 1; RequestError for anything else, True and
     False among it, and for what holds them in no order, or is a text. which: says in a message
-    where they are given.
+    where a wrong one is given.
     """
     found = None
     if not isinstance(ids, bytes | Mapping | Set):
@@ -139,7 +139,7 @@ def require_tokens(ids: object, vocab: int, which: str = "") -> list[int]:
             found = None if any(map(_is_switch, given)) else [*map(index, given)]
     if found is None:
         raise RequestError(
-            f"tokens {shown(ids)}{which}",
+            f"tokens {shown(ids)}",
             expected="whole numbers in a sequence",
             remedy="give what the model's tokenizer gives",
         )

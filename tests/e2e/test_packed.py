@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_named_and_nothing_runs():
         ),
         ([[1], [2, 288]], "token 288 in slot 1; expected tokens of 0 to 287"),
         ([[1], [-1]], "token -1 in slot 1"),
-        ([[1], ["a"]], r"tokens \['a'\] in slot 1; expected whole numbers"),
+        ([[1], ["a"]], r"tokens \['a'\]; expected whole numbers"),
     ):
         with pytest.raises(RequestError, match=found):
             engine.prefill_all(prompts)
