@@ -382,7 +382,7 @@ class EventGraph:
             for event in self.waits.get((op, number), ()):
                 away = {self._distance(task, rank) for task in self.producers[event]}
                 own = away == {0} and self.sources_of[event[0]] == "own"
-                if own and self._reads_in_place(op, self.producers[event][0][0]):
+                if own and self._reads_own_part(op, self.producers[event][0][0]):
                     made = (self.waits.get(task, ()) for task in self.producers[event])
                     waits |= dict.fromkeys(each for events in made for each in events)
                 else:
@@ -397,7 +397,7 @@ class EventGraph:
         teams = [o for o in self.program.ops if kind_of(o).communicates]
         return max((int(str(o.attr("num_ranks"))) for o in teams), default=MOST)
 
-    def _reads_in_place(self, op: str, gather: str) -> bool:
+    def _reads_own_part(self, op: str, gather: str) -> bool:
         """Whether an op can read a rank's part of what is gathered where the gather finds it: it
         does not write what is brought, and nobody overwrites the part behind the gather.
         """
@@ -414,10 +414,10 @@ class EventGraph:
         rank's own; -1 if it brings nothing.
         """
         grid, (stated,) = self.grid_of[task[0]], [o for o in self.program.ops if o.name == task[0]]
-        places = [n for n, dim in enumerate(grid.dims) if dim.axis == RANK_AXIS]
-        if not kind_of(stated).gathers_all or not places:
+        rank_dims = [n for n, dim in enumerate(grid.dims) if dim.axis == RANK_AXIS]
+        if not kind_of(stated).gathers_all or not rank_dims:
             return -1
-        dim, at = grid.dims[places[0]], self.coordinates[task[0]][task[1]][places[0]]
+        dim, at = grid.dims[rank_dims[0]], self.coordinates[task[0]][task[1]][rank_dims[0]]
         sources = range(at * dim.size, min((at + 1) * dim.size, dim.extent))
         return max((source - rank) % dim.extent for source in sources)
 
