@@ -56,7 +56,8 @@ def analyse_events(
     require(program, Program, "program", "what a ProgramBuilder builds")
     require_tilings(tilings)
     require_count(num_ranks, "num_ranks")
-    spread = spread_symbols(program, symbols or {})
+    symbols = {} if symbols is None else symbols
+    spread = spread_symbols(program, symbols)
     stated = [op for op in program.ops if not op.is_view]
     grids = tuple(make_grid(op, tilings.get(op.name, _by_rank(op)), spread) for op in stated)
     names = {grid.op for grid in grids}
@@ -83,14 +84,14 @@ def analyse_events(
     for each in table.events:
         events += _forms(each, grids, kinds, shown, num_ranks, len(events))
     tensors = program.tensor_map()
-    bounds = {name: tensors[tensor].shape[dim] for name, (tensor, dim) in (symbols or {}).items()}
+    bounds = {name: tensors[tensor].shape[dim] for name, (tensor, dim) in symbols.items()}
     graph = EventGraph(
         program=program,
         tasks=tasks,
         grids=grids,
         events=tuple(events),
         symbols=bounds,
-        symbol_dims=dict(symbols or {}),
+        symbol_dims=dict(symbols),
     )
     return verify_events(graph)
 

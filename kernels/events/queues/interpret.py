@@ -85,7 +85,7 @@ def run_ranks(
         _require_given(queues.graph, tensors)
     order = random.Random(seed)
     machines = [
-        _Machine(queues, tensors, symbols or {}, order, at)
+        _Machine(queues, tensors, {} if symbols is None else symbols, order, at)
         for tensors, at in zip(given, mesh.coordinates(), strict=True)
     ]
     for machine in machines:

@@ -75,7 +75,7 @@ def test_a_count_is_of_an_event_of_the_graph(place: object):
             graph.count(bad, RunTime())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bad", ["x", 3, [("B", "x", 0)]])
+@pytest.mark.parametrize("bad", ["x", "", 3, 0, [], [("B", "x", 0)], torch.zeros(2)])
 def test_symbols_are_by_name(bad: object) -> None:
     with pytest.raises(ProgramError, match=r"symbols .*; expected \(tensor, dim\) by name"):
         events.analyse_events(PROGRAM, {}, symbols=bad)  # type: ignore[arg-type]
