@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 import torch._export.utils as export_utils
 import torch.export._trace as export_trace
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from distmega.errors import CaptureError
@@ -196,10 +196,26 @@ def _traced(
     """strict: by dynamo."""
     with patch.object(torch._dynamo, "reset", lambda: None) if strict else nullcontext():
         # or it forgets what torch.compile has made, which asks for this export in each call
-        found = torch.export.export(module, tuple(args), dict(kwargs), strict=strict)
+        with _idle_dropout_aliases():
+            found = torch.export.export(module, tuple(args), dict(kwargs), strict=strict)
         with _operators_listed():
             functional: ExportedProgram = found.run_decompositions(decompositions())
     return functional
+
+
+@contextmanager
+def _idle_dropout_aliases() -> Iterator[None]:
+    """Dropout that drops nothing gives its input itself, as where no graph is made: torch.export
+    takes it for a copy, and what forward then does to the result in place would miss the input.
+    """
+    drop: Callable[[Tensor, float, bool], Tensor] = torch.dropout
+
+    def dropout(input: Tensor, p: float, train: bool) -> Tensor:
+        is_idle = 0 <= p <= 1 and (p == 0 or not train)
+        return input if is_idle else drop(input, p, train)
+
+    with patch.object(torch, "dropout", dropout), patch.object(torch._VF, "dropout", dropout):
+        yield
 
 
 def asks_for_values(error: Exception) -> bool:

@@ -238,6 +238,30 @@ def test_what_torch_says_of_results_of_open_shapes_is_named():
         captured(torch.ones(2, 2))
 
 
+class Dropping(nn.Module):
+    """Gives its input, which it changes behind dropout, and that of something computed."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(share)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = x * 2
+        self.dropout(y)[0].add_(1)
+        dropped = torch.dropout(x, self.dropout.p, self.training)
+        return y, self.dropout(x).mul_(3), dropped, x + 1
+
+
+@pytest.mark.parametrize("module", [Dropping(0.5).eval(), Dropping(0.0).train()])
+def test_dropout_that_drops_nothing_is_its_input(module: Dropping):
+    given = torch.randn(3, 4)
+    mine, others = given.clone(), given.clone()
+    found = distmega.capture(module, (given.clone(),)).compile()(mine)
+    assert_close(found, module(others))
+    assert torch.equal(mine, others)
+    assert all(each.data_ptr() == mine.data_ptr() for each in found[1:3])
+
+
 class Overlapping(nn.Module):
     """Results in the memory of others, and copies of these."""
 
