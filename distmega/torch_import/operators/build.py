@@ -252,17 +252,27 @@ class Build:
 
     def _promoted(self, operands: tuple[Value, ...]) -> tuple[Value, ...]:
         """Operands in the type of the node's result, where that is a float of more digits than
-        those that are no plain numbers have: torch converts them before it computes.
+        those that are no plain numbers have: torch converts them before it computes. Whole numbers
+        beside halves lose digits so.
         """
         left = [each for each in operands if isinstance(each, TensorValue)]
         types = {value_dtype(each) for each in left if uniform_value(each) is None}
         enough = "f64" in types if self.dtype == "f64" else any(map(is_float, types))
+        if enough and self.dtype in HALVES:
+            return tuple(self._rounded(each) for each in operands)
         if not is_float(self.dtype) or enough:
             return operands
         return tuple(
             self._converted(each, self.dtype) if isinstance(each, TensorValue) else each
             for each in operands
         )
+
+    def _rounded(self, value: Value) -> Value:
+        """Whole numbers in the node's halves; one of no dim is computed with as it is."""
+        if not isinstance(value, TensorValue) or uniform_value(value) is not None:
+            return value
+        is_rounded = value.shape and value_dtype(value) in ("i32", "i64")
+        return self.cast(value, self.dtype) if is_rounded else value
 
     def _compared(self, x: Value, y: Value) -> tuple[Value, ...]:
         """Two operands in the type in which torch compares them."""

@@ -335,6 +335,17 @@ def test_known_numbers_of_more_digits_than_what_they_meet():
         assert_close(mine, list(function(X)), 1e-14)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_whole_numbers_that_halves_lack_are_rounded_where_they_meet(dtype: torch.dtype):
+    whole = torch.tensor([257, 1025, 2049, 4099, -65519, 70000, 3])
+    near = torch.tensor([256, 1024, 2048, 4096, 1, 0.5, 3]).to(dtype)
+    functions: list[Callable[..., Any]] = [
+        lambda i, x: (i - x, x - i, i * x, i / x, torch.where(x > 2, i, x)),
+        lambda i, x: (i.int() - x, torch.maximum(i, x), i[:1] - x[:1], x * i[0]),
+    ]
+    opaque_of(*functions, args=(whole, near))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_logarithms_of_powers_are_whole(dtype: torch.dtype):
     powers = torch.cat([2.0 ** torch.arange(-40.0, 41.0), 10.0 ** torch.arange(-30.0, 31.0)])
