@@ -17,7 +17,7 @@ from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 
-from distmega.errors import CheckError
+from distmega.errors import CheckError, counted
 from distmega.hostir.check.order_graph import Before, Box, BufferUse, Link, OrderGraph, without
 from distmega.hostir.check.orders import build_orders
 from distmega.hostir.ir.nodes import (
@@ -29,6 +29,7 @@ from distmega.hostir.ir.nodes import (
     WaitSignal,
     walk_nodes,
 )
+from distmega.hostir.ir.verify import verify_nodes
 from distmega.sharding.layout.mesh import DeviceMesh
 
 
@@ -36,11 +37,15 @@ def check_host(programs: HostProgram | Sequence[HostProgram]) -> None:
     """Checks a program that all ranks of its mesh run, or a program for each of mesh.ranks, in
     order.
 
-    CheckError names the two nodes that are not ordered, the wait that nobody satisfies, or the
-    cycle.
+    VerifyError names the first node of which a name or an operand is none, as in a text from
+    elsewhere; CheckError the two nodes that are not ordered, the wait that nobody satisfies, the
+    cycle, or a use without storage. It also refuses another number of programs than ranks.
     """
     if isinstance(programs, HostProgram):
         programs = [programs] * programs.mesh.num_ranks
+    _require_one_a_rank(programs)
+    for host in {id(each): each for each in programs}.values():
+        verify_nodes(host)
     graph = build_orders(programs)
     order = _topological_order(graph)
     before = Before(graph, order)
@@ -51,6 +56,17 @@ def check_host(programs: HostProgram | Sequence[HostProgram]) -> None:
             _check_counted(graph, earlier, later, before)
     for accesses in graph.accesses.values():
         _check_buffer(graph, accesses, before)
+
+
+def _require_one_a_rank(programs: Sequence[HostProgram]) -> None:
+    meshes = [*dict.fromkeys(host.mesh for host in programs)]
+    if len(meshes) != 1 or len(programs) != meshes[0].num_ranks:
+        on = ", ".join(map(str, meshes)) or "no mesh"
+        raise CheckError(
+            f"{counted(len(programs), 'host program')} on {on}",
+            expected="a program for each rank of one mesh, in the order of mesh.ranks",
+            remedy="give the programs of all ranks, or one alone that all of them run",
+        )
 
 
 @lru_cache(maxsize=256)

@@ -114,6 +114,16 @@ class _RankWalk:
         box = tuple((0, extent) for extent in self.buffers[name].shape)
         self.regions[name] = _Region(name, instance, box)
 
+    def region(self, name: str) -> _Region:
+        """Where a name's storage is now. CheckError where it has none."""
+        if name not in self.regions:
+            raise CheckError(
+                f"{self.label} uses {name!r}, which has no storage there",
+                expected="an allocation before it, or what shows it as a view",
+                remedy="allocate the buffer where the program first uses it",
+            )
+        return self.regions[name]
+
     def access(
         self,
         name: str,
@@ -124,7 +134,7 @@ class _RankWalk:
         fills: bool = False,
         needs_contents: bool = False,
     ) -> None:
-        region = self.regions[name]
+        region = self.region(name)
         access = BufferUse(
             buffer=name,
             box=region.box,
@@ -182,7 +192,7 @@ class _RankWalk:
             case SliceView():
                 self.slice_view(node)
             case LibraryOp(op=op) if op.is_view:
-                source = self.regions[op.reads[0].tensor]
+                source = self.region(op.reads[0].tensor)
                 self.regions[op.writes[0].tensor] = replace(source, viewed=True)
             case LibraryOp():
                 vertex = self.vertex()
@@ -195,7 +205,7 @@ class _RankWalk:
                 self.communication(node)
 
     def slice_view(self, node: SliceView) -> None:
-        whole = self.regions[node.buffer]
+        whole = self.region(node.buffer)
         if whole.viewed:
             self.regions[node.view] = whole
             return

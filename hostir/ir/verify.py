@@ -47,6 +47,8 @@ from distmega.hostir.ir.uses import (
 )
 from distmega.program.types import Tensor
 
+Rule = Callable[[Walked], Iterator[Violation]]
+
 
 def verify_host(
     host: HostProgram,
@@ -62,12 +64,24 @@ def verify_host(
     symmetric_buffers.
     """
     walked = Walked.of(host)
-    for rule in (*RULES, no_leak) if freed else RULES:
-        _raise_first(walked, rule.__name__, rule(walked))
+    _keep(walked, (*RULES, no_leak) if freed else RULES)
     _raise_first(
         walked, "final_allocations", final_allocations(walked, finalized, symmetric_buffers)
     )
     return host
+
+
+def verify_nodes(host: HostProgram) -> HostProgram:
+    """Checks NODE_RULES alone, without which no order of a program's nodes can be looked at, and
+    returns the program; VerifyError names the first node that breaks one.
+    """
+    _keep(Walked.of(host), NODE_RULES)
+    return host
+
+
+def _keep(walked: Walked, rules: Sequence[Rule]) -> None:
+    for rule in rules:
+        _raise_first(walked, rule.__name__, rule(walked))
 
 
 def _raise_first(walked: Walked, rule: str, violations: Iterator[Violation]) -> None:
@@ -260,7 +274,7 @@ def final_allocations(
             yield -1, f"buffer {buffer.name!r} became {buffers.get(buffer.name)}", f"{buffer}"
 
 
-RULES: tuple[Callable[[Walked], Iterator[Violation]], ...] = (
+RULES: tuple[Rule, ...] = (
     known_names,
     loop_indices,
     fitting_collectives,
@@ -275,3 +289,13 @@ RULES: tuple[Callable[[Walked], Iterator[Violation]], ...] = (
     written_outputs,
 )
 """All rules but no_leak and final_allocations, which need to be asked for."""
+
+NODE_RULES: tuple[Rule, ...] = (
+    known_names,
+    loop_indices,
+    fitting_operands,
+    fitting_views,
+    written_roles,
+    closed_groups,
+)
+"""What nodes name is there and fits, whatever runs before or after, on however many ranks."""

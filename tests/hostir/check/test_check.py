@@ -1,10 +1,12 @@
 """The happens-before checker: sound programs pass, and every wait of them is needed."""
 
 import re
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
-from distmega.errors import CheckError
+from distmega.errors import CheckError, DistmegaError, VerifyError
 from distmega.hostir.check.check import check_host
 from distmega.hostir.check.order_graph import Before
 from distmega.hostir.ir.nodes import (
@@ -18,6 +20,7 @@ from distmega.hostir.lower.lower import lower_program
 from distmega.hostir.passes.coalesce import coalesce_send_recv
 from distmega.hostir.passes.passes import run_passes
 from distmega.program.builder import ProgramBuilder
+from distmega.sharding.layout.mesh import DeviceMesh
 from tests.hostir.programs import (
     RING,
     STREAMED,
@@ -254,6 +257,35 @@ def test_pipelines_have_a_program_a_rank():
     check_host([parse_host(first), parse_host(second)])
     with pytest.raises(CheckError, match="never waits for"):
         check_host([parse_host(first), without(parse_host(second), 2)])
+
+
+@pytest.mark.parametrize("text", [PIPELINED, PUSHED, STREAMED])
+def test_a_text_with_a_line_too_few_or_twice_is_proven_or_refused_by_name(text: str):
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        for instead in ([], [line, line]):
+            with suppress(DistmegaError):
+                check_host(parse_host("\n".join([*lines[:number], *instead, *lines[number + 1 :]])))
+
+
+def test_what_a_text_does_not_declare_or_allocate_is_named():
+    with pytest.raises(VerifyError, match=r"node 2 \(allocate c\): 'c' is no buffer"):
+        check_host(parse_host(PIPELINED.replace("  temp c: f32[4]\n", "")))
+    with pytest.raises(VerifyError, match=r"index 'j' .*; expected one of the loops"):
+        check_host(parse_host(STREAMED.replace("stream 1 + i % 2", "stream 1 + j % 2")))
+    with pytest.raises(CheckError, match=r"rank 0 node 11 .* uses 'c', which has no storage there"):
+        check_host(parse_host(PIPELINED.replace("    allocate c\n", "")))
+
+
+def test_a_list_has_a_program_for_each_rank_of_one_mesh():
+    host = parse_host(PIPELINED)
+    with pytest.raises(CheckError, match=r"1 host program on mesh\(tp=2\); .*for each rank"):
+        check_host([host])
+    with pytest.raises(CheckError, match="0 host programs on no mesh"):
+        check_host([])
+    other = replace(host, mesh=DeviceMesh(dp=2))
+    with pytest.raises(CheckError, match=r"on mesh\(tp=2\), mesh\(dp=2\); .*one mesh"):
+        check_host([host, other])
 
 
 def test_kernels_that_communicate_meet_like_collectives():
