@@ -46,6 +46,11 @@ def check_host(programs: HostProgram | Sequence[HostProgram]) -> None:
     _require_one_a_rank(programs)
     for host in {id(each): each for each in programs}.values():
         verify_nodes(host)
+    _prove(programs)
+
+
+def _prove(programs: Sequence[HostProgram]) -> None:
+    """As check_host, of programs whose nodes are verified, one for each rank."""
     graph = build_orders(programs)
     order = _topological_order(graph)
     before = Before(graph, order)
@@ -74,9 +79,13 @@ def prove_once(programs: HostProgram | tuple[HostProgram, ...]) -> None:
     """As check_host, once in a process for programs that are equal, found by their hash.
 
     Where all ranks run one program that names no rank, two along each mesh axis stand for all:
-    what they do is alike.
+    what they do is alike. One program is as run_passes leaves it, which has verified its nodes.
     """
-    check_host(programs if isinstance(programs, tuple) else _on_few_ranks(programs))
+    if isinstance(programs, tuple):
+        check_host(programs)
+    else:
+        host = _on_few_ranks(programs)
+        _prove([host] * host.mesh.num_ranks)
 
 
 _NAMES_RANKS = Send | Recv | Signal | WaitSignal

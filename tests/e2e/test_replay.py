@@ -480,7 +480,7 @@ def test_a_rank_that_knows_of_a_problem_keeps_all_from_capturing(
 def test_a_host_program_is_proven_before_it_runs(monkeypatch: pytest.MonkeyPatch):
     num: list[object] = []
     prove_once.cache_clear()
-    monkeypatch.setattr("distmega.hostir.check.check.check_host", num.append)
+    monkeypatch.setattr("distmega.hostir.check.check._prove", num.append)
     for _ in range(3):
         compile_counter()
     assert len(num) == 1
@@ -489,7 +489,7 @@ def test_a_host_program_is_proven_before_it_runs(monkeypatch: pytest.MonkeyPatch
         raise CheckError("a race", expected="none", remedy="wait")
 
     prove_once.cache_clear()
-    monkeypatch.setattr("distmega.hostir.check.check.check_host", refuse)
+    monkeypatch.setattr("distmega.hostir.check.check._prove", refuse)
     with pytest.raises(CheckError, match="a race"):
         compile_counter()
     prove_once.cache_clear()
