@@ -397,11 +397,16 @@ class EventGraph:
         teams = [o for o in self.program.ops if kind_of(o).communicates]
         return max((int(str(o.attr("num_ranks"))) for o in teams), default=MOST)
 
+    @cached_property
+    def _op_order(self) -> dict[str, int]:
+        """Where each op stands in the program."""
+        return {stated.name: number for number, stated in enumerate(self.program.ops)}
+
     def _reads_own_part(self, op: str, gather: str) -> bool:
         """Whether an op can read a rank's part of what is gathered where the gather finds it: it
         does not write what is brought, and nobody overwrites the part behind the gather.
         """
-        order = {stated.name: number for number, stated in enumerate(self.program.ops)}
+        order = self._op_order
         stated = self.program.ops[order[gather]]
         brought, part = (
             {writer for writer, _ in self.writers[access.tensor]}
@@ -413,7 +418,7 @@ class EventGraph:
         """Ranks from `rank` on to the last source of what a task brings, 0 where all of it is the
         rank's own; -1 if it brings nothing.
         """
-        grid, (stated,) = self.grid_of[task[0]], [o for o in self.program.ops if o.name == task[0]]
+        grid, stated = self.grid_of[task[0]], self.program.ops[self._op_order[task[0]]]
         rank_dims = [n for n, dim in enumerate(grid.dims) if dim.axis == RANK_AXIS]
         if not kind_of(stated).gathers_all or not rank_dims:
             return -1
