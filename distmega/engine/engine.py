@@ -597,7 +597,7 @@ class Engine(OwnProcess):
                 expected=f"slots below the batch of {self.batch}",
                 remedy=f"raise {argument('batch')}",
             )
-        require_not_empty(len(ids), f"in slot {slot}")
+        require_not_empty(len(ids), f" in slot {slot}")
         self._require_capacity(slot, len(ids), 0)
 
     def _where(self, slot: int) -> str:

@@ -29,7 +29,7 @@ def encode_prompts(
         else:
             ids = tokenizer.encode(prompt)
         which = f" ({shown(prompt)})" if len(request.prompts) > 1 else ""
-        require_not_empty(len(ids), f"of the text {shown(prompt)}")
+        require_not_empty(len(ids), f" of the text {shown(prompt)}")
         require_positions(config, request.options, request.max_new_tokens, len(ids), which)
         require_known(ids, config.vocab, f" of the text {shown(prompt)}")
         prompts.append(ids)
@@ -61,7 +61,7 @@ def require_not_empty(num_tokens: int, which: str) -> None:
     """RequestError for a prompt without tokens; which: says in a message which prompt it is."""
     if not num_tokens:
         raise RequestError(
-            f"an empty prompt {which}",
+            f"an empty prompt{which}",
             expected="a token at least",
             remedy="leave the prompt out, or begin it with the model's first token",
         )
