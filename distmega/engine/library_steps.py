@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distmega.collecting import gc_paused
 from distmega.errors import HangError, RequestError, argument, counted
-from distmega.hostir.run.cuda_graph import CapturedHost, capture_on_ranks
+from distmega.hostir.run.cuda_graph import CapturedHost, capture_on_ranks, one_run
 from distmega.hostir.run.deadline import await_event
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.runtime import late
@@ -158,7 +158,8 @@ class LibrarySteps:
     def _capture(self) -> CapturedHost | None:
         """The step as a graph; None, from then on, where that can't be."""
         if has_triton() and not self._copies_states:
-            with late.launching_nothing(self._evaluator.device):
+            # kernels as the capture launches them
+            with late.launching_nothing(self._evaluator.device), one_run(self.host):
                 self._evaluator.rehearse(self._given)
         captured, problem = capture_on_ranks(
             self._evaluator.comm,

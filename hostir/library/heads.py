@@ -1,12 +1,14 @@
-"""What is done to heads before attention, in torch: norms, rotations, appends to caches.
+"""What is done to heads before attention, in torch: norms, rotations, appends to caches; and what
+is done to them with the attention of one row of each sequence.
 
-Comes in: an op of kind fused_heads. Goes out: a function of its operands and of what it writes, by
-torch here or by a kernel that takes the same arguments. Used by ops.py.
+Comes in: an op of kind fused_heads or fused_attention. Goes out: a function of its operands and of
+what it writes, by torch here or by a kernel that takes the same arguments. Used by ops.py.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from distmega.hostir.library.norms import normalise
@@ -86,5 +88,79 @@ def compile_heads(op: Op, move: MoveHeads) -> OpFunction:
             )
         move(heads, positions, table, sequences, eps)
         return tuple(outs)
+
+    return run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHeads:
+    """Heads of a row of each sequence, q [m, h, g, d], k [m, h, d] and v [m, h, e]: q and k by
+    norms of their heads, with `eps`, if they have weights [d], then rotated at `positions` [m] if
+    there is a table of angles [t, d]. k and v go there in the caches [m, h, t, d] and [m, h, t, e],
+    or [h, t, d] and [h, t, e] of a single row; what the row sees in them to out [m, h, g, e].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    positions: Tensor
+    table: Tensor | None
+    k_cache: Tensor
+    v_cache: Tensor
+    out: Tensor
+
+
+AttendRows = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]
+"""Of q [m, h, g, d], both caches, positions, and where the result goes."""
+
+
+def attend_in_turn(given: StepHeads, move: MoveHeads, attend: AttendRows) -> None:
+    """First what is done to heads, by `move`, then attention."""
+    rotates = given.table is not None
+    q = torch.empty(given.q.shape, dtype=given.q.dtype, device=given.q.device)
+    parts = [
+        Heads(x=given.q, weight=given.q_weight, out=q, rotates=rotates, appends=False),
+        Heads(x=given.k, weight=given.k_weight, out=given.k_cache, rotates=rotates, appends=True),
+        Heads(x=given.v, weight=None, out=given.v_cache, rotates=False, appends=True),
+    ]
+    move(parts, given.positions, given.table, None, given.eps)
+    attend(q, given.k_cache, given.v_cache, given.positions, given.out)
+
+
+def compile_step(op: Op, attend: Callable[[StepHeads], object]) -> OpFunction:
+    """An op of kind fused_attention bound to its attributes; `attend` does the work."""
+    eps, steps = op.attr("eps"), op_parts(op)
+    assert isinstance(eps, float), f"eps={eps!r} of a verified op"
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        xs = iter(operands)
+        positions = next(xs)
+        table = next(xs) if "rope" in steps[0] else None
+        found: list[tuple[Tensor, Tensor | None]] = []
+        for each in steps:
+            x = next(xs)
+            if each != ("append",):
+                next(xs)
+            found.append((x, next(xs) if "norm" in each else None))
+        (q, q_weight), (k, k_weight), (v, _) = found
+        k_cache, v_cache, out, *_ = xs
+        given = StepHeads(
+            q=q,
+            k=k,
+            v=v,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=eps,
+            positions=positions,
+            table=table,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            out=out,
+        )
+        attend(given)
+        return out, k_cache, v_cache
 
     return run

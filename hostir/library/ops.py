@@ -20,7 +20,12 @@ from torch import Tensor
 
 from distmega.errors import ProgramError
 from distmega.hostir.library import experts
-from distmega.hostir.library.heads import compile_heads, move_heads
+from distmega.hostir.library.heads import (
+    attend_in_turn,
+    compile_heads,
+    compile_step,
+    move_heads,
+)
 from distmega.hostir.library.matmuls import (
     compile_mixed,
     compile_shaped,
@@ -33,6 +38,7 @@ from distmega.hostir.library.opaque import compile_opaque
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
 from distmega.hostir.library.rows import compile_rows, run_rows
 from distmega.hostir.library.torch_types import operand_dtype, widen
+from distmega.hostir.passes.fuse_attention import FUSED
 from distmega.program import types as program
 from distmega.program.kinds import Coordinate, kind_of, kinds
 from distmega.program.ops.axis_views import (
@@ -391,10 +397,25 @@ def _compile_attention(op: Op, coordinate: Coordinate) -> OpFunction:
 
 
 def compile_masked_attention(op: Op) -> OpFunction:
-    """An op of kind attention, of rows at any positions, by masked_attention."""
+    """An op of kind attention or fused_attention, of rows at any positions, by masked_attention."""
+    if op.kind == FUSED:
+        return _compile_step(op, masked_attention)
     scale, window = number(op, "scale"), int(number(op, "window"))
     softcap = number(op, "softcap")
     return lambda xs: (masked_attention(xs[0], xs[1], xs[2], xs[3], scale, window, softcap),)
+
+
+def _compile_step(op: Op, attends: Callable[..., Tensor]) -> OpFunction:
+    """An op of kind fused_attention, whose attention is done as `attention` does it."""
+    scale, window = number(op, "scale"), int(number(op, "window"))
+    softcap = number(op, "softcap")
+
+    def attend_rows(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, out: Tensor
+    ) -> None:
+        out.copy_(attends(q, k_cache, v_cache, positions, scale, window, softcap))
+
+    return compile_step(op, lambda given: attend_in_turn(given, move_heads, attend_rows))
 
 
 def _compile_concat(op: Op, coordinate: Coordinate) -> OpFunction:
@@ -436,6 +457,7 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     "fused_groups": experts.compile_grouped_mix,
     "fused_product": lambda op, coordinate: compile_shaped(op, shaped_product),
     "fused_heads": lambda op, coordinate: compile_heads(op, move_heads),
+    FUSED: lambda op, coordinate: _compile_step(op, attention),
     "split_linear": lambda op, coordinate: compile_split(op),
     "fused_rows": lambda op, coordinate: compile_rows(op, run_rows),
     "opaque": lambda op, coordinate: compile_opaque(op),

@@ -33,6 +33,7 @@ from distmega.hostir.lower.loops import Around, LoopLowering, touched
 from distmega.hostir.lower.scope import Scope
 from distmega.hostir.lower.segments import Run, kernel_runs, make_segment
 from distmega.hostir.passes.fuse import fuse_ops
+from distmega.hostir.passes.fuse_attention import fuse_attention
 from distmega.hostir.passes.join_formulas import join_formulas
 from distmega.hostir.passes.join_rows import join_rows
 from distmega.hostir.passes.mix_columns import mix_columns
@@ -56,7 +57,7 @@ REACHING_ALL = frozenset(kind.name for kind in kinds() if kind.reaches_all)
 MAX_STREAMS = 4
 """Streams besides the main one that a host loop uses, unless the caller knows better."""
 
-JOINS = (mix_columns, norm_sums, join_formulas, join_rows, order_results)
+JOINS = (mix_columns, norm_sums, join_formulas, join_rows, order_results, fuse_attention)
 """What joins library ops once fuse_ops has, in order; each is a file of hostir/passes/. Then comes
 split_sums.
 """

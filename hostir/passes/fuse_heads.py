@@ -110,16 +110,14 @@ def restated_heads(op: Op, *operands: Tensor) -> Built:
         raise bad_op(op.name, found, f"{num_reads} and {len(parts)}, of its parts")
     heads, buffers = _stated(op), {each.name: each for each in operands}
     for part in heads.parts:
-        _require_steps(op.name, heads, part, buffers)
+        require_part(op.name, heads, part, buffers)
     written = {part.out for part in heads.parts}
     if len(written) < len(parts) or written & {access.tensor for access in op.reads}:
         raise bad_op(op.name, f"results {', '.join(part.out for part in heads.parts)}", "others")
     return state_heads(op.name, heads, buffers), ()
 
 
-def _require_steps(
-    name: str, heads: HeadsOp, part: HeadPart, buffers: Mapping[str, Tensor]
-) -> None:
+def require_part(name: str, heads: HeadsOp, part: HeadPart, buffers: Mapping[str, Tensor]) -> None:
     """ProgramError for a part that is not what its steps make one after the other."""
     x, out = buffers[part.x], buffers[part.out]
     positions = buffers[heads.positions]

@@ -5,6 +5,8 @@
   element and by row, weight and maybe bias, writes the result and the sum.
 - fused_heads: heads of a row normalised, rotated, kept in a tensor or appended to a cache, for up
   to MAX_PARTS tensors of heads; see fuse_heads.py.
+- fused_attention: a fused_heads of queries, keys and values of one row of each sequence, and the
+  attention over the caches that it appends to; see fuse_attention.py.
 - fused_linear: `expr` of a0 and a1, products of x with a row of one weight and of another of its
   shape, or with a row of a weight and the one half of all rows behind it; reads x and both weights,
   or the upper and the lower half of the one. See mix_columns.py.
@@ -25,12 +27,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from distmega.errors import ProgramError, counted
+from distmega.hostir.passes.fuse_attention import restated_attention
 from distmega.hostir.passes.fuse_heads import STEPS as HEAD_STEPS
 from distmega.hostir.passes.fuse_heads import restated_heads
 from distmega.program import expr
 from distmega.program.dtypes import ITEM_BYTES
-from distmega.program.kinds import POSITIVE_OR_ZERO, AttrRule, OpKind, define, one_of
+from distmega.program.kinds import (
+    COUNT,
+    NUMBER,
+    POSITIVE_OR_ZERO,
+    AttrRule,
+    OpKind,
+    define,
+    one_of,
+)
 from distmega.program.ops import norms
+from distmega.program.ops.attention import attention_flops
 from distmega.program.ops.axis_views import is_plain
 from distmega.program.ops.compute import FORMULA
 from distmega.program.ops.experts import restated_product
@@ -353,6 +365,25 @@ define(
         inplace=True,
         attrs={"parts": PARTS, "eps": POSITIVE_OR_ZERO, "several": FLAG, "own": FLAG.optional()},
         misfit=as_stated(restated_heads),
+    )
+)
+define(
+    OpKind(
+        name="fused_attention",
+        origin="internal",
+        inplace=True,
+        reads_whole=True,
+        reads_positions=True,
+        host_reads="positions",
+        attrs={
+            "parts": PARTS,
+            "eps": POSITIVE_OR_ZERO,
+            "scale": NUMBER,
+            "window": COUNT,
+            "softcap": POSITIVE_OR_ZERO.optional(),
+        },
+        misfit=as_stated(restated_attention),
+        flops=attention_flops,
     )
 )
 define(

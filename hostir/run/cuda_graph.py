@@ -9,7 +9,7 @@ capture or none does: `capture_on_ranks`.
 import atexit
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -17,8 +17,11 @@ from torch import Tensor
 
 from distmega.errors import ProgramError
 from distmega.hostir.comm.communicator import Communicator
+from distmega.hostir.ir.nodes import HostProgram
+from distmega.hostir.passes.fuse_attention import appends_once
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.hostir.run.graph_breaks import tensor_breaks
+from distmega.hostir.run.isolation import isolated_run
 
 DEFAULT_STREAM = 0
 """Address of torch's default stream, which is never destroyed."""
@@ -41,6 +44,14 @@ def _own_workspaces() -> Iterator[None]:
         yield
     finally:
         torch._C._cuda_clearCublasWorkspaces()
+
+
+def one_run(host: HostProgram) -> AbstractContextManager[None]:
+    """Around a run of a host program, its capture or its rehearsal, where all work that was queued
+    before is done when the run, or a replay, begins: isolated_run where the program lets kernels
+    make use of it, and nothing else.
+    """
+    return isolated_run() if appends_once(host.body) else nullcontext()
 
 
 class GraphMemory:
@@ -118,7 +129,8 @@ class CapturedHost:
         before: Callable[[], None] | None = None,
         after: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
-        """Runs the program a few times, on copies of its states, then captures it. memory: by
+        """Runs the program a few times, on copies of its states, then captures it once, so that no
+        graph holds two runs. memory: by
         default its own. copy_states: False where extra runs do no harm. before, after: queue what
         each replay does first and, with the program's outputs, last; the graph keeps it.
 
@@ -154,11 +166,17 @@ class CapturedHost:
         with torch.cuda.stream(side):
             warm = {n: x.clone() if n in copied else x for n, x in self._given.items()}
             for _ in range(NUM_WARM_UPS):
-                evaluator.run(warm)
+                torch.cuda.synchronize()  # as a replay, each begins when all before it is done
+                with self._one_run(evaluator):
+                    evaluator.run(warm)
             self._matmuls.settle()
             del warm
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
+
+    def _one_run(self, evaluator: Evaluator) -> AbstractContextManager[None]:
+        """Around a run. What `before` queues may write what kernels of the run would read early."""
+        return one_run(evaluator.host) if self._before is None else nullcontext()
 
     def _capture(self, evaluator: Evaluator, side: torch.cuda.Stream) -> dict[str, Tensor]:
         """Captures a run into the graph; its outputs, which each replay overwrites."""
@@ -173,7 +191,8 @@ class CapturedHost:
                 ):
                     if self._before is not None:
                         self._before()
-                    outputs = evaluator.run(self._given)
+                    with self._one_run(evaluator):
+                        outputs = evaluator.run(self._given)
                     self._matmuls.settle()
                     if self._after is not None:
                         self._after(outputs)

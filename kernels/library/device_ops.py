@@ -3,8 +3,9 @@
 - pointwise ops, norms and softmax: pipelined/, several of them in turn row_steps.py;
 - products of few rows: tiled_products.py; experts: routing.py, grouped_products.py,
   weighted_rows.py;
-- attention: packed_attention.py of prompts, row_attention.py of one row of each sequence,
-  short_attention.py of short sequences without a cache; rotations and caches: heads.py;
+- attention: packed_attention.py of prompts, row_attention.py of one row of each sequence, with what
+  is done to its heads before step_attention.py, short_attention.py of short sequences without a
+  cache; rotations and caches: heads.py;
 - argmax: row_maxima.py; graphs of rewrite rules: ugraphs/; all else: torch.
 
 Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluator is given. On
@@ -23,7 +24,7 @@ from distmega.hostir.library.experts import (
     compile_grouped_pointwise,
     compile_scatter_add,
 )
-from distmega.hostir.library.heads import compile_heads
+from distmega.hostir.library.heads import compile_heads, compile_step
 from distmega.hostir.library.matmuls import compile_mixed, compile_shaped, product
 from distmega.hostir.library.norms import compile_norm
 from distmega.hostir.library.ops import (
@@ -39,7 +40,8 @@ from distmega.hostir.library.ops import (
 )
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise
 from distmega.hostir.library.rows import compile_rows
-from distmega.hostir.passes.fuse_heads import FUSED
+from distmega.hostir.passes.fuse_attention import FUSED as FUSED_ATTENTION
+from distmega.hostir.passes.fuse_heads import FUSED as FUSED_HEADS
 from distmega.hostir.passes.fused_kinds import MAX_READS
 from distmega.kernels.gemm.api import matmul
 from distmega.kernels.library import late
@@ -97,6 +99,8 @@ class KernelOps:
             each = _is_a_row_each(op) and has_triton()
             there = each or self._attends_packed(op, tensors)
             return "" if there or (self.masked and _is_plain(op)) else reads_host(op)
+        if op.kind == FUSED_ATTENTION:
+            return "" if self.masked or has_triton() else reads_host(op)
         return "" if self._multiplies_groups(op, tensors) else reads_host(op)
 
     def _multiplies_groups(self, op: Op, tensors: Mapping[str, Tensor]) -> bool:
@@ -123,7 +127,8 @@ class KernelOps:
         found = self.by_kernel(op, coordinate)
         if found is not None:
             return found
-        if op.kind == "attention" and self.masked and _is_plain(op):
+        plain = op.kind == FUSED_ATTENTION or (op.kind == "attention" and _is_plain(op))
+        if self.masked and plain:
             return compile_masked_attention(op)
         return compile_op(op, coordinate)
 
@@ -153,8 +158,11 @@ class KernelOps:
             return self._by_tiles(op, compile_op(op, coordinate))
         if op.kind == "fused_rows" and has_triton():
             return compile_rows(op, lambda *given: late.run_rows(*given))
-        if op.kind == FUSED and has_triton():
+        if op.kind == FUSED_HEADS and has_triton():
             return compile_heads(op, lambda *given: late.move_heads(*given))
+        if op.kind == FUSED_ATTENTION and has_triton():
+            factors = number(op, "scale"), int(number(op, "window")), number(op, "softcap")
+            return compile_step(op, lambda given: late.attend_step(given, *factors))
         if op.kind == "argmax" and self._has_tiles:
             return late.compile_argmax(op, coordinate, compile_op(op, coordinate))
         if op.kind == "top_k" and self._has_tiles:

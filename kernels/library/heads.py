@@ -173,10 +173,15 @@ def append(cache: Tensor, x: Tensor, positions: Tensor, sequences: Tensor | None
     return cache
 
 
+def heads_at_once(num_heads: int, half: int) -> int:
+    """Of a tensor's heads, those that a program has."""
+    return min(int(triton.next_power_of_2(num_heads)), max(1, MOST_ELEMENTS // (2 * half)))
+
+
 def _spec(part: Heads, num_heads: int, dim: int) -> PartSpec:
     half = triton.next_power_of_2(dim // 2)
     return PartSpec(
-        heads=min(triton.next_power_of_2(num_heads), max(1, MOST_ELEMENTS // (2 * half))),
+        heads=heads_at_once(num_heads, half),
         dim=dim,
         half=half,
         normed=part.weight is not None,

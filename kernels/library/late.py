@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from distmega.kernels.library.row_maxima import compile_argmax
     from distmega.kernels.library.row_steps import run_rows
     from distmega.kernels.library.short_attention import compile_attend
+    from distmega.kernels.library.step_attention import attend_step
     from distmega.kernels.library.tiled_products import compile_product
     from distmega.kernels.library.weighted_rows import add_weighted_rows
     from distmega.kernels.ugraphs.ops import compile_graph
@@ -24,6 +25,7 @@ __all__ = [
     "append",
     "attend_each",
     "attend_packed",
+    "attend_step",
     "compile_argmax",
     "compile_attend",
     "compile_gather",

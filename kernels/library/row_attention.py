@@ -5,7 +5,7 @@ hostir/library/ops.py's attention takes them. Out: a new tensor. A program has t
 kv head, so that keys and values are read once, and a part of the sequence's positions; a second
 kernel adds up the parts, in their order. How many parts there are depends on shapes alone, so that
 a CUDA graph serves any positions. What the kernels don't take, torch does, over whole caches under
-a mask. Used by device_ops.py.
+a mask. Used by device_ops.py and step_attention.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -147,19 +147,23 @@ def attend_each(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """As library.attention, of q [s, h, g, d], row s of which sees cache s of [s, h, t, d], or of a
-    single row over [h, t, d]. Nobody asks the device for positions.
+    single row over [h, t, d]. Nobody asks the device for positions. out: contiguous, where the
+    result goes, by default new memory.
     """
     if k_cache.dim() == 3:
         k_cache, v_cache = k_cache.unsqueeze(0), v_cache.unsqueeze(0)
     if not _takes(q, k_cache, v_cache):
-        return library.masked_attention(q, k_cache, v_cache, positions, scale, window, softcap)
+        found = library.masked_attention(q, k_cache, v_cache, positions, scale, window, softcap)
+        return found if out is None else out.copy_(found)
     sequences, kv_heads, group, dim = q.shape
     context = k_cache.shape[-2]
-    num_parts = _num_parts(sequences * kv_heads, window or context, _num_programs(q))
+    num_parts = choose_parts(sequences * kv_heads, window or context, num_programs(q))
     alone = num_parts == 1
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = out
     maxima = sums = out
     if not alone:
@@ -168,7 +172,7 @@ def attend_each(
         maxima = torch.empty(lines, dtype=torch.float32, device=q.device)
         sums = torch.empty(lines, dtype=torch.float32, device=q.device)
     padded = max(LEAST_ROWS, triton.next_power_of_2(dim))
-    num_keys = _num_keys(dim, sequences * kv_heads * num_parts, _num_programs(q))
+    num_keys = choose_keys(dim, sequences * kv_heads * num_parts, num_programs(q))
     factor, cap = score_factors(scale, softcap)
     launch(
         attend_part, (kv_heads, sequences, num_parts),
@@ -194,20 +198,21 @@ def attend_each(
     return out
 
 
-def _num_parts(num_heads: int, seen: int, num_programs: int) -> int:
+def choose_parts(num_heads: int, seen: int, programs: int) -> int:
     """Parts of the positions that each of num_heads kv heads of all sequences may see."""
-    least = LEAST_KEYS_FILLED if num_heads >= FILLED * num_programs else LEAST_KEYS
+    least = LEAST_KEYS_FILLED if num_heads >= FILLED * programs else LEAST_KEYS
     most = max(1, seen // least)
-    return min(most, -(-num_programs // num_heads))
+    return min(most, -(-programs // num_heads))
 
 
-def _num_keys(dim: int, num: int, num_programs: int) -> int:
-    """Positions at a time of `num` programs."""
-    several = num > num_programs // 2
+def choose_keys(dim: int, num: int, programs: int) -> int:
+    """Positions at a time of `num` programs, where so many fill the GPU."""
+    several = num > programs // 2
     return NUM_KEYS // 2 if dim >= WIDE_DIM and several else NUM_KEYS
 
 
-def _num_programs(q: Tensor) -> int:
+def num_programs(q: Tensor) -> int:
+    """Programs that keep a GPU's loads under way."""
     return PROGRAMS_A_SM * num_sms(q.device.index)
 
 

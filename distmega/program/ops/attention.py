@@ -287,7 +287,7 @@ def _mask_access(name: str, mask: Tensor, whole: tuple[int, ...]) -> Access:
     )
 
 
-def _attention_flops(op: StatedOp, work: OpWork) -> int:
+def attention_flops(op: StatedOp, work: OpWork) -> int:
     """Scores, their softmax and the sum of values, of every query and position."""
     sizes = work.sizes
     rows = math.prod(sizes[name] for name in ("b", "m", "h", "g", "t") if name in sizes)
@@ -479,7 +479,7 @@ ATTENTION = OpKind(
     },
     misfit=as_stated(_restated_attention),
     zero_where=zero_in(2),
-    flops=_attention_flops,
+    flops=attention_flops,
     reference=_attention_reference,
 )
 define(ATTENTION)

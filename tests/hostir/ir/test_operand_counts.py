@@ -18,7 +18,12 @@ from distmega.hostir.run.evaluator import Evaluator
 from distmega.program.builder import ProgramBuilder
 from distmega.program.kinds import kinds
 from distmega.program.types import Op, Program
-from tests.hostir.passes import test_fuse_heads, test_mix_columns, test_split_sums
+from tests.hostir.passes import (
+    test_fuse_attention,
+    test_fuse_heads,
+    test_mix_columns,
+    test_split_sums,
+)
 from tests.hostir.passes.test_fuse import lowered
 from tests.hostir.programs import random_tensors
 
@@ -55,11 +60,17 @@ def shaped() -> Program:
     return p.build(p.linear(made, p.weight("v", (3, 6)), name="z"))
 
 
+def step(**options: object) -> Program:
+    return test_fuse_attention.whole_step(test_fuse_attention.Case(**options))
+
+
 HOSTS = {
     "rms": lowered(normed("rms_norm")),
     "layer": lowered(normed("layer_norm")),
     "heads": lowered(heads(several=False)),
     "heads of several": lowered(heads(several=True)),
+    "attention": lowered(step(norms="qk")),
+    "attention of a row": lowered(step(rows=1, single=True)),
     "chain": lowered(chain()),
     "shaped": lowered(shaped()),
     "gated": lowered(test_mix_columns.gated("silu(a0) * a1")),

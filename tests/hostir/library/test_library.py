@@ -32,7 +32,7 @@ def declared(name: str, x: torch.Tensor, role: str = "input") -> Tensor:
 
 
 def test_every_kind_has_a_function():
-    parts = "pointwise", "norm", "heads", "linear", "groups", "product", "rows"
+    parts = "pointwise", "norm", "heads", "attention", "linear", "groups", "product", "rows"
     fused = {f"fused_{part}" for part in parts}
     internal = {"take_shard", "split_linear", *fused}
     assert {*user_kinds(), *internal} == set(library.library_kinds())

@@ -32,7 +32,7 @@ def error_of(
             cache[sequence, :, max(position + 1, 0) :] = float("nan")
     at = apart(torch.tensor(positions))
     with (
-        patch.object(row_attention, "_num_parts", lambda *_: parts),
+        patch.object(row_attention, "choose_parts", lambda *_: parts),
         patch.object(library, "masked_attention", side_effect=AssertionError("the kernel does it")),
     ):
         found = attend_each(q, *caches, at, dim**-0.5, window, cap)
@@ -58,7 +58,7 @@ CASES = (
 if __name__ == "__main__":
     with (
         patch.object(row_attention, "_on_gpu", lambda _: True),
-        patch.object(row_attention, "_num_programs", lambda _: 1),
+        patch.object(row_attention, "num_programs", lambda _: 1),
         patch.object(row_attention, "DTYPES", (torch.float32,)),
         patch.object(row_attention, "NUM_KEYS", 16),
         patch.object(interpreter, "_patch_lang_tensor", patch_tensors),

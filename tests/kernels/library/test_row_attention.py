@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from distmega.kernels.library.row_attention import (
-    _num_keys,
-    _num_parts,
     attend_each,
     attend_part,
+    choose_keys,
+    choose_parts,
     join_parts,
 )
 from tests.kernels.sm90 import SHARED_BYTES, compile_kernel
@@ -59,14 +59,14 @@ def test_parts_are_joined_without_a_spill() -> None:
     ],
 )
 def test_parts_fill_the_gpu_and_are_not_short(num_heads: int, seen: int, expected: int) -> None:
-    assert _num_parts(num_heads, seen, 4 * 132) == expected
+    assert choose_parts(num_heads, seen, 4 * 132) == expected
 
 
 @pytest.mark.parametrize(
     ("dim", "num", "expected"), [(128, 512, 32), (128, 256, 64), (64, 512, 64), (256, 1024, 32)]
 )
 def test_wide_heads_leave_room_for_other_programs(dim: int, num: int, expected: int) -> None:
-    assert _num_keys(dim, num, 4 * 132) == expected
+    assert choose_keys(dim, num, 4 * 132) == expected
 
 
 def test_what_the_kernels_do_not_take_torch_does() -> None:
