@@ -9,7 +9,7 @@ evaluator.py.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -505,11 +505,15 @@ class DeviceOps(Protocol):
         """
         ...
 
-    def compile(self, op: Op, coordinate: Coordinate) -> OpFunction:
-        """As compile_op."""
+    def compile(self, op: Op, coordinate: Coordinate, constants: Container[str] = ()) -> OpFunction:
+        """As compile_op. constants: tensors that nobody writes while the program runs, so that what
+        reads them need not wait for what stands in front of it.
+        """
         ...
 
-    def by_kernel(self, op: Op, coordinate: Coordinate) -> OpFunction | None:
+    def by_kernel(
+        self, op: Op, coordinate: Coordinate, constants: Container[str] = ()
+    ) -> OpFunction | None:
         """As compile, of an op whose kernels must be compiled before they run; None for others."""
         ...
 
@@ -520,10 +524,12 @@ class TorchOps:
     def reads_host(self, op: Op, tensors: Mapping[str, program.Tensor] = NO_TENSORS) -> str:
         return reads_host(op)
 
-    def compile(self, op: Op, coordinate: Coordinate) -> OpFunction:
+    def compile(self, op: Op, coordinate: Coordinate, constants: Container[str] = ()) -> OpFunction:
         return compile_op(op, coordinate)
 
-    def by_kernel(self, op: Op, coordinate: Coordinate) -> OpFunction | None:
+    def by_kernel(
+        self, op: Op, coordinate: Coordinate, constants: Container[str] = ()
+    ) -> OpFunction | None:
         return None
 
 

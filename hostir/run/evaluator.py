@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Protocol
 
 import torch
@@ -276,6 +276,9 @@ class _Compiler:
         for name in self.sources:
             self.views[storage_of(name, self.sources)].append(name)
         self.viewed = set(self.views)
+        weights = {buffer.name for buffer in host.buffers if buffer.role == "weight"}
+        self.constants = {*weights, *chain.from_iterable(self.views.get(n, ()) for n in weights)}
+        """Weights and views of them, which no node writes."""
         self.packed = self.viewed | set(host.outputs) - set(self.sources)
         """Buffers whose elements lie in row-major order; others lie as an op left them, and views
         where what they show does, whatever is written there later.
@@ -403,7 +406,8 @@ class _Compiler:
 
     def library_op(self, node: LibraryOp) -> Step:
         op = node.op
-        function, names = self.ops.compile(op, self.coordinate), op_operands(op)
+        function = self.ops.compile(op, self.coordinate, self.constants)
+        names = op_operands(op)
         outs = [access.tensor for access in op.writes]
         if kind_of(op).inplace:
             return lambda f: function([f.tensors[name] for name in names])
@@ -569,9 +573,10 @@ class _Rehearsal(_Compiler):
 
     def rehearsed(self, op: program.Op) -> Step:
         """Calls an op's kernels unless they were called with such operands before."""
-        function = self.ops.by_kernel(op, self.coordinate)
+        function = self.ops.by_kernel(op, self.coordinate, self.constants)
         outs = [] if kind_of(op).inplace else [access.tensor for access in op.writes]
-        return self.once((op.kind, op.attrs, op.axes), function, op_operands(op), outs)
+        known = tuple([read.tensor in self.constants for read in op.reads])
+        return self.once((op.kind, op.attrs, op.axes, known), function, op_operands(op), outs)
 
     def once(
         self,

@@ -1,8 +1,8 @@
 """Library ops of a host program on a GPU, each by the kernel that does it:
 
 - pointwise ops, norms and softmax: pipelined/, several of them in turn row_steps.py;
-- products of few rows: tiled_products.py; experts: routing.py, grouped_products.py,
-  weighted_rows.py;
+- products of few rows: tiled_products.py, streamed_products.py; experts: routing.py,
+  grouped_products.py, weighted_rows.py;
 - attention: packed_attention.py of prompts, row_attention.py of one row of each sequence, with what
   is done to its heads before step_attention.py, short_attention.py of short sequences without a
   cache; rotations and caches: heads.py;
@@ -12,7 +12,7 @@ Comes in: ops as lowered, fused ones too. Goes out: KernelOps, which an Evaluato
 devices and types that the kernels don't take they fall back to torch. Next: pipelined/api.py.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Literal
 
@@ -60,6 +60,8 @@ from distmega.program.kinds import FUSED_GRAPH, kind_of
 from distmega.program.types import Op, Tensor, grouped_index
 from distmega.superopt import late as superopt_late
 
+PRODUCTS = ("fused_linear", "fused_product", "split_linear")
+"""Kinds of products that passes make."""
 Groups = Literal["torch", "auto", "static", "drained"]
 """Products of groups of rows: by torch, or by grouped_products.py with that schedule."""
 
@@ -118,13 +120,31 @@ class KernelOps:
         fits = op.extents["e"] == dim <= PACKED_DIM and dim % PACKED_ALIGNED == 0
         return fits and _share_a_type(op, 3, tensors, PACKED_DTYPES)
 
-    def _by_tiles(self, op: Op, otherwise: OpFunction) -> OpFunction:
-        """A product by small tiles, where these are expected to be fastest."""
-        return late.compile_product(op, otherwise) if self._has_tiles else otherwise
+    def _product_by_kernel(
+        self, op: Op, coordinate: Mapping[str, int], constants: Container[str]
+    ) -> OpFunction | None:
+        """As by_kernel, of a product: by small tiles, or streamed, where these are expected to be
+        fastest.
+        """
+        if op.kind == "fused_linear":
+            found = compile_mixed(
+                op, lambda x, w, other, formula: matmul(x, w, mixes=formula, other=other)
+            )
+        elif op.kind == "split_linear":
+            found = compile_op(op, coordinate)
+        else:
+            is_shaped = op.kind == "fused_product"
+            found = compile_shaped(op, shaped_product) if is_shaped else compile_op(op, coordinate)
+            found = late.compile_product(op, found) if self._has_tiles else found
+        weights = {read.tensor for read in op.reads[1 : 2 + (op.kind == "fused_linear")]}
+        known = self._has_tiles and all(name in constants for name in weights)
+        return late.compile_streamed(op, found) if known else found
 
-    def compile(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction:
+    def compile(
+        self, op: Op, coordinate: Mapping[str, int], constants: Container[str] = ()
+    ) -> OpFunction:
         """As library.compile_op."""
-        found = self.by_kernel(op, coordinate)
+        found = self.by_kernel(op, coordinate, constants)
         if found is not None:
             return found
         plain = op.kind == FUSED_ATTENTION or (op.kind == "attention" and _is_plain(op))
@@ -132,7 +152,9 @@ class KernelOps:
             return compile_masked_attention(op)
         return compile_op(op, coordinate)
 
-    def by_kernel(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction | None:
+    def by_kernel(
+        self, op: Op, coordinate: Mapping[str, int], constants: Container[str] = ()
+    ) -> OpFunction | None:
         """As compile, of an op that kernels of this package do; None for the others."""
         if op.kind == FUSED_GRAPH:
             return late.compile_graph(op, self.rules)
@@ -148,14 +170,8 @@ class KernelOps:
             return lambda xs: (late.rotate(xs[0], xs[2], xs[3]),)
         if op.kind == "kv_append" and has_triton():
             return lambda xs: (late.append(xs[-1], *xs[:-1]),)
-        if op.kind == "fused_linear":
-            return compile_mixed(
-                op, lambda x, w, other, formula: matmul(x, w, mixes=formula, other=other)
-            )
-        if op.kind == "fused_product":
-            return self._by_tiles(op, compile_shaped(op, shaped_product))
-        if op.kind == "linear" and is_matrix_product(op):
-            return self._by_tiles(op, compile_op(op, coordinate))
+        if op.kind in PRODUCTS or (op.kind == "linear" and is_matrix_product(op)):
+            return self._product_by_kernel(op, coordinate, constants)
         if op.kind == "fused_rows" and has_triton():
             return compile_rows(op, lambda *given: late.run_rows(*given))
         if op.kind == FUSED_HEADS and has_triton():

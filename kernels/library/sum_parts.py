@@ -6,6 +6,7 @@ be as fast. Next: hostir/passes/split_sums.py.
 """
 
 from distmega.kernels.library.small_tiles import choose_small_tiles
+from distmega.kernels.library.streamed_tiles import PARTS, StreamedProduct, choose_streamed
 
 LEAST_ROWS, MOST_ROWS = 8, 128
 LEAST_COLUMNS, MOST_COLUMNS = 1024, 8192
@@ -42,6 +43,10 @@ def choose_sum_parts(rows: int, columns: int, terms: int, num_sms: int) -> int:
         return 1
     if choose_small_tiles(rows, columns, terms, num_sms, has_formula=False):
         return 1
+    product = StreamedProduct(rows=rows, columns=columns, depth=terms)
+    streamed = choose_streamed(product, num_sms, PARTS)
+    if streamed is not None:
+        return streamed.parts
     idle_us = IDLE_US * max(0.0, 1 - 2 * tiles / num_sms)
     lost_us = RESULT_US * rows * columns + WIDE_US * (columns > WIDE_COLUMNS)
     gained_us = OTHER_US + TERM_US * terms + idle_us - lost_us

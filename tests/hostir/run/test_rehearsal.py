@@ -1,7 +1,7 @@
 """A rehearsal calls kernels as a run does, once for each kind, and computes nothing."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from unittest.mock import create_autospec
 
 import pytest
@@ -46,8 +46,10 @@ class Watched(KernelOps):
         super().__init__(rules=shipped_rules)
         self.seen: list[tuple[object, ...]] = []
 
-    def by_kernel(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction | None:
-        function = super().by_kernel(op, coordinate)
+    def by_kernel(
+        self, op: Op, coordinate: Mapping[str, int], constants: Container[str] = ()
+    ) -> OpFunction | None:
+        function = super().by_kernel(op, coordinate, constants)
         if function is None:
             return None
 
