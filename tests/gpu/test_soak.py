@@ -21,14 +21,18 @@ RUN_STEPS = 250
 
 
 def run_once(engine, prompt: list[int], launches: list[int]) -> list[Tensor]:
-    """Tokens of RUN_STEPS steps after the prompt, the last logits, and both caches of a layer."""
+    """Tokens of RUN_STEPS steps after the prompt, the last logits of all sequences, and both caches
+    of a layer.
+    """
     stepping = engine.stepping
     tokens = [engine.prefill(prompt, slot) for slot in range(engine.batch)]
     stepping.start(tokens, [len(prompt)] * engine.batch, engine._sample_inputs)
     chosen = torch.cat([stepping.run_steps(num).clone() for num in launches])
     end = len(prompt) + RUN_STEPS
     caches = [engine.tensor(f"layers.2.{which}_cache")[..., :end, :] for which in "kv"]
-    return [chosen, stepping.logits.clone(), *(cache.clone() for cache in caches)]
+    # rows behind the sequences go on from whatever they had before
+    logits = stepping.logits[: engine.batch].clone()
+    return [chosen, logits, *(cache.clone() for cache in caches)]
 
 
 def random_launches(rng: random.Random) -> list[int]:

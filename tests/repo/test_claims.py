@@ -48,15 +48,17 @@ def test_speedups_of_decode_steps():
     alone = [record for record in records if record.num_gpus == 1]
     one = [record for record in alone if " batch=1 " in record.case]
     many = [record for record in alone if " batch=16 " in record.case]
+    graphs = [r for r in alone if " batch=32 " in r.case or " batch=64 " in r.case]
     two, four = ([record for record in records if record.num_gpus == num] for num in (2, 4))
     ones = [record for record in two if " batch=1 " in record.case]
     more = [record for record in two if record not in ones]
     four = speedups(four, TORCH)
     said = words("docs/performance.md")
     assert f"of one sequence is {extent(speedups(one, TORCH))} times as fast as torch.comp" in said
-    assert f"of 16 sequences {extent(speedups(many, TORCH))} times;" in said
+    assert f"of 16 sequences {extent(speedups(many, TORCH))} times, of 32 and 64" in said
+    assert f"as one graph of library ops, {extent(speedups(graphs, TORCH))} times;" in said
     assert f"at tp 2 one is {extent(speedups(ones, TORCH))} times as fast as torch.comp" in said
-    assert f"of 32 and 64 sequences {extent(speedups(more, TORCH))} times," in said
+    assert f"those of 32 and 64 sequences {extent(speedups(more, TORCH))} times," in said
     assert f"with NCCL, at tp 4 {extent(four)} times" in said
 
 
