@@ -37,16 +37,15 @@ def decode_plan_of(model: str, num_layers: int, batch: int = BATCH) -> DecodePla
     return lower_decode(config, staged, options, peer_memory=False)
 
 
-@pytest.mark.parametrize(("model", "out"), [("qwen3-8b", "whole"), ("llama-3.2-1b", "parts")])
-def test_a_layer_is_seven_launches(model: str, out: str):
-    """out: the sums of attention's projection, which the norm behind adds up where they are parts,
-    as it does those of the other product with few columns.
-    """
+@pytest.mark.parametrize(("model", "sums"), [("qwen3-8b", "whole"), ("llama-3.2-1b", "parts")])
+def test_a_layer_is_seven_launches(model: str, sums: str):
+    """sums: of both products with few columns, which norms behind add up where they are parts."""
     host = lower_library_decode(decode_plan_of(model, 3, 64))
     ops = [node.op for node in host.body if isinstance(node, LibraryOp) and not node.op.is_view]
-    projection = {"whole": ["linear", "fused_norm"], "parts": ["split_linear", "fused_rows"]}
+    of_parts = sums == "parts"
+    product, norm = ("split_linear", "fused_rows") if of_parts else ("linear", "fused_norm")
     assert [op.kind for op in ops if op.name.startswith("layers.1.")] == [
-        "fused_rows", "linear", "fused_attention", *projection[out], "fused_linear", "split_linear",
+        norm, "linear", "fused_attention", product, norm, "fused_linear", product,
     ]  # fmt: skip
     assert len(ops) == 7 * 3 + 4, "and embedding, last norm, logits, argmax"
 

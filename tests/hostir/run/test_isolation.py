@@ -2,7 +2,7 @@
 recorded on a CPU.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -35,7 +35,9 @@ class Watching(TorchOps):
     def __init__(self) -> None:
         self.told: list[bool] = []
 
-    def compile(self, op: Op, coordinate: Mapping[str, int]) -> OpFunction:
+    def compile(
+        self, op: Op, coordinate: Mapping[str, int], constants: Container[str] = ()
+    ) -> OpFunction:
         if op.kind != FUSED:
             return super().compile(op, coordinate)
 
