@@ -185,7 +185,8 @@ def attend_appended_part(q, k, v, q_weight, k_weight, keys, values, k_cache, v_c
     if not spec.early:
         gdc_launch_dependents()
         gdc_wait()
-    position = gl.load(positions + sequence).to(gl.int64)
+    # past the first-level cache, which may hold what an earlier step's position was
+    position = gl.load(positions + sequence, cache_modifier=".cg").to(gl.int64)
     own = (position >= 0) & (position < context) & (part == num_parts - 1)
     end = gl.minimum(gl.maximum(position, 0), context).to(gl.int32)
     lowest = 0

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from distmega.kernels.library.small_tiles import MOST_WEIGHT_BYTES
+from distmega.kernels.library.small_tiles import ALIGNED, MOST_WEIGHT_BYTES
 
 LEAST_ROWS, MOST_ROWS = 17, 64
 MOST_WAVES = 2
@@ -84,7 +84,8 @@ def choose_streamed(
     product: StreamedProduct, num_sms: int, parts: Sequence[int] = (1,)
 ) -> StreamedTiles | None:
     """Tiles with one of these numbers of parts, if any."""
-    if not LEAST_ROWS <= product.rows <= MOST_ROWS or product.weight_bytes <= MOST_WEIGHT_BYTES:
+    is_measured = LEAST_ROWS <= product.rows <= MOST_ROWS
+    if not is_measured or product.weight_bytes <= MOST_WEIGHT_BYTES or product.depth % ALIGNED:
         return None
     found = [
         (streamed_us(product, tiles, num_sms), sum(tiles.boxes), num, tiles)

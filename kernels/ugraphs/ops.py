@@ -31,25 +31,32 @@ class GraphOp:
         self.rule, self.constant = rule, frozenset(constant)
         self.graph = parse_graph(rule.graph)
         self.inputs = [t.name for t in self.graph.tensors if t.role != "temp"]
+        self._runners: dict[frozenset[str], GraphRunner] = {}
 
     def __call__(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Outputs of the graph; xs: its inputs and weights, in the order of the graph's tensors."""
         values = dict(zip(self.inputs, xs, strict=True))
         if is_interpreted() or (xs[0].is_cuda and has_triton()):
-            found = self.runner({name: packed(x) for name, x in values.items()})
+            given = {name: packed(x) for name, x in values.items()}
+            # a copy is written by what stands in front of the kernel
+            constant = frozenset(name for name in self.constant if given[name] is values[name])
+            found = self.runner(constant)(given)
             return tuple(found[name] for name in self.graph.outputs)
         for operands, names, call in self.calls:
             values.update(zip(names, call([values[name] for name in operands]), strict=True))
         return tuple(values[name] for name in self.graph.outputs)
 
-    @cached_property
-    def runner(self) -> GraphRunner:
-        """The graph's kernels; interpreted ones start in turn."""
-        plan = rule_plan(self.rule)
-        launches = tuple(replace(launch, constant=self.constant) for launch in plan.launches)
-        if is_interpreted():
-            launches = tuple(replace(launch, early=False, eager=False) for launch in launches)
-        return GraphRunner.of(plan.graph, launches)
+    def runner(self, constant: frozenset[str]) -> GraphRunner:
+        """The graph's kernels, to which these inputs are constant; interpreted ones start in
+        turn.
+        """
+        if constant not in self._runners:
+            plan = rule_plan(self.rule)
+            launches = tuple(replace(launch, constant=constant) for launch in plan.launches)
+            if is_interpreted():
+                launches = tuple(replace(one, early=False, eager=False) for one in launches)
+            self._runners[constant] = GraphRunner.of(plan.graph, launches)
+        return self._runners[constant]
 
     @cached_property
     def calls(

@@ -93,7 +93,7 @@ def tma_load(source: Descriptor, at: Sequence[Any], bar: Barrier, into: Buffer, 
     bar.done += bar.num_bytes == 0
 
 
-def load(at: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
+def load(at: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> Tensor:
     if mask is None:
         return at.memory[at.at].clone()
     places, mask = torch.broadcast_tensors(torch.as_tensor(at.at), mask)

@@ -81,10 +81,13 @@ def test_the_choice_is_near_the_best_measured(extents: tuple[int, int, int, int]
         (MOST_ROWS + 1, 4096, 12288),
         (32, 1024, 3072),
         (32, 151936, 4096),
+        (32, 4096, 4100),
     ],
 )
 def test_others_are_the_librarys(rows: int, columns: int, depth: int) -> None:
-    """Too few rows or many, weights that are small, more tiles than an SM has in two turns."""
+    """Too few rows or many, weights that are small, more tiles than an SM has in two turns,
+    rows that TMA can't address.
+    """
     product = StreamedProduct(rows=rows, columns=columns, depth=depth)
     assert choose_streamed(product, NUM_SMS, PARTS) is None
 
