@@ -136,10 +136,11 @@ class _HostFusion:
                 return None
             assert then is not None, "as asked above"
             both = set_beside(first, then)
-            if both is None or above.touch(at, node.op):
+            joined = None if both is None else self.stated(op.name, both)
+            if joined is None or above.touch(at, node.op):
                 return None
             self.count_joined(node.op, op)
-            return at, state_heads(op.name, both, self.buffers)
+            return at, joined
         return None
 
     def is_movable(self, op: Op, allocated: Container[str]) -> bool:
@@ -213,12 +214,24 @@ class _HostFusion:
         if following is None or len(following.parts) != 1:
             return None
         (between,) = {part.x for part in following.parts}
-        joined = chain_heads(heads, following)
+        both = chain_heads(heads, following)
+        joined = None if both is None else self.stated(then.name, both)
         if joined is None or self.readers[between] != 1:
             return None
         self.count_joined(first, then)
         self.inside.add(between)
-        return state_heads(then.name, joined, self.buffers)
+        return joined
+
+    def stated(self, name: str, heads: HeadsOp) -> Op | None:
+        """The op of kind fused_heads; None where a part would write what another one writes or
+        reads, as a view of a cache, for kernels do the parts in any order.
+        """
+        op = state_heads(name, heads, self.buffers)
+        read, written = (
+            {storage_of(access.tensor, self.sources) for access in operands}
+            for operands in (op.reads, op.writes)
+        )
+        return None if len(written) < len(op.writes) or read & written else op
 
     def with_residual(self, first: Op, then: Op) -> Op | None:
         """A sum of two tensors of one shape and type, and its norm; the sum is a result too."""

@@ -178,6 +178,49 @@ def test_caches_of_rows_and_of_sequences_stay_apart():
     assert check(p.build(y)) == ["kv_append of_rows", "kv_append of_sequences", "pointwise y"]
 
 
+def test_a_cache_is_appended_to_by_one_part():
+    """The second time what the first one appended, rotated."""
+    b = Block()
+    b.append(0, b.k)
+    b.p.kv_append(b.caches[0], b.rope(b.k, "k"), b.positions, name="again")
+    b.append(1, b.v)
+    assert check(b.p.build(b.attend(b.rope(b.q, "q")))) == [
+        "fused_heads k_cache k_rotated", "fused_heads k_cache v_cache q_rotated", "attention y",
+    ]  # fmt: skip
+
+
+def heads_in_a_cache(shown: str) -> Program:
+    """A step whose queries, keys, values or norm's weight is a view of the keys' cache, made
+    before anything is appended.
+    """
+    p = ProgramBuilder("shown")
+    positions, table = p.input("positions", (1,), "i64"), p.weight("table", (CONTEXT, DIM))
+    caches = [p.state(name, (1, KV_HEADS, CONTEXT, DIM)) for name in ("k_cache", "v_cache")]
+    head = (1, KV_HEADS, DIM)
+    shapes = {"q": (1, KV_HEADS, CONTEXT, DIM), "k": head, "v": head, "weight": (DIM,)}
+    given = {name: p.input(name, shape) for name, shape in shapes.items() if name != shown}
+    part = p.slice(caches[0], 1, 0, 1, view=True) if shown == "weight" else caches[0]
+    part = part if shown == "q" else p.slice(part, 2, 0, 1, view=True)
+    given[shown] = p.reshape(part, shapes[shown], view=True, name="part")
+    early = given[shown].map("a0 * 2", name="early")
+    p.kv_append(caches[0], p.rope(given["k"], positions, table), positions)
+    normed = p.rms_norm(given["q"], given["weight"], 1e-3)
+    q = p.rope(normed, positions, table)
+    p.kv_append(caches[1], given["v"], positions)
+    return p.build(p.attention(q, *caches, positions, 0.3, name="y"), early)
+
+
+@pytest.mark.parametrize("shown", ["q", "k", "v", "weight"])
+def test_no_op_appends_to_what_a_part_of_it_reads(shown: str):
+    """Which may run before or after the append, or beside it."""
+    program = heads_in_a_cache(shown)
+    check(program)
+    for node in lowered(program).body:
+        if isinstance(node, LibraryOp) and not node.op.is_view:
+            reads, writes = ({a.tensor for a in x} for x in (node.op.reads, node.op.writes))
+            assert not ("part" in reads and "k_cache" in writes), node.op.kind
+
+
 def random_block(rng: random.Random) -> Program:
     """Some of the steps, in any order that the heads allow."""
     b = Block(several=rng.random() < 0.5)
