@@ -342,7 +342,7 @@ def local_base(op: Any, coordinate: Coordinate) -> int:
 def has_positive_eps(op: StatedOp) -> bool:
     """Whether a row of zeros can be divided by its norm."""
     eps = op.get("eps", 0.0)
-    return isinstance(eps, float) and eps > 0
+    return isinstance(eps, int | float) and eps > 0
 
 
 def zero_if_all(op: StatedOp, holders: Set[int], zero: Set[int]) -> bool:

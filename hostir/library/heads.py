@@ -15,6 +15,7 @@ from distmega.hostir.library.norms import normalise
 from distmega.hostir.library.pointwise import OpFunction
 from distmega.hostir.passes.fuse_heads import op_parts
 from distmega.program.ops.attention import append_values, rope_values
+from distmega.program.ops.norms import eps_of
 from distmega.program.types import Op
 
 
@@ -61,8 +62,7 @@ def move_heads(
 
 def compile_heads(op: Op, move: MoveHeads) -> OpFunction:
     """The op bound to its attributes; `move` does the work."""
-    eps, several, parts = op.attr("eps"), op.attr("several"), op_parts(op)
-    assert isinstance(eps, float), f"eps={eps!r} of a verified op"
+    eps, several, parts = eps_of(op), op.attr("several"), op_parts(op)
     has_table = any("rope" in steps for steps in parts)
 
     def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -132,8 +132,7 @@ def attend_in_turn(given: StepHeads, move: MoveHeads, attend: AttendRows) -> Non
 
 def compile_step(op: Op, attend: Callable[[StepHeads], object]) -> OpFunction:
     """An op of kind fused_attention bound to its attributes; `attend` does the work."""
-    eps, steps = op.attr("eps"), op_parts(op)
-    assert isinstance(eps, float), f"eps={eps!r} of a verified op"
+    eps, steps = eps_of(op), op_parts(op)
 
     def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         xs = iter(operands)

@@ -26,6 +26,7 @@ from distmega.hostir.passes.fuse_heads import FUSED as HEADS
 from distmega.hostir.passes.fuse_heads import HeadPart, HeadsOp, heads_op, op_parts, require_part
 from distmega.hostir.passes.joining import Both, join_ops, with_last
 from distmega.program.ops.attention import attention
+from distmega.program.ops.norms import eps_of
 from distmega.program.ops.parts import Built, access_named, bad_op, make_op
 from distmega.program.types import Attr, Axis, Op, Tensor
 
@@ -179,8 +180,7 @@ def _require_fitting(name: str, stated: AttentionOp, buffers: Mapping[str, Tenso
 
 
 def _stated(op: Op) -> AttentionOp:
-    steps, eps = op_parts(op), op.attr("eps")
-    assert isinstance(eps, float), f"eps={eps!r} of {op.name}"
+    steps, eps = op_parts(op), eps_of(op)
     names = iter([access.tensor for access in op.reads])
     positions = next(names)
     table = next(names) if "rope" in steps[0] else ""

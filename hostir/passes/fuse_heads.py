@@ -68,9 +68,8 @@ def heads_op(op: Op, buffers: Mapping[str, Tensor]) -> HeadsOp | None:
         return None
     kind = kind_of(op)
     if op.kind == "rms_norm" and len(names) == 3:
-        part, eps = HeadPart(x=names[0], weight=names[2], out=out, steps=("norm",)), op.attr("eps")
-        assert isinstance(eps, float), f"eps={eps!r} of a verified norm"
-        return HeadsOp(parts=(part,), eps=eps)
+        part = HeadPart(x=names[0], weight=names[2], out=out, steps=("norm",))
+        return HeadsOp(parts=(part,), eps=norms.eps_of(op))
     if kind.rotates and buffers[names[3]].dtype == "f32":
         part = HeadPart(x=names[0], out=out, steps=("rope",))
         return HeadsOp(parts=(part,), positions=names[2], table=names[3])
@@ -139,8 +138,7 @@ def require_part(name: str, heads: HeadsOp, part: HeadPart, buffers: Mapping[str
 
 
 def _stated(op: Op) -> HeadsOp:
-    stated, eps, several = op_parts(op), op.attr("eps"), op.attr("several")
-    assert isinstance(eps, float), f"eps={eps!r} of {op.name}"
+    stated, several = op_parts(op), op.attr("several")
     names = iter([access.tensor for access in op.reads])
     positions = next(names)
     table = next(names) if any("rope" in steps for steps in stated) else ""
@@ -158,7 +156,7 @@ def _stated(op: Op) -> HeadsOp:
         table=table,
         sequences=sequences,
         own=bool(op.get("own", False)),
-        eps=eps,
+        eps=norms.eps_of(op),
     )
 
 

@@ -101,7 +101,8 @@ def _row_op(name: str, kind: str, x: Tensor, vectors: Sequence[Tensor], **attrs:
     return make_op(name, kind, axes, reads, [access(out, *rows, "d")], **attrs), (out,)
 
 
-def _eps(op: Op) -> float:
+def eps_of(op: Op) -> float:
+    """As a float: a text may say 1 or 0."""
     return float(str(op.attr("eps")))
 
 
@@ -109,7 +110,7 @@ def _norm_reference(normalise: Callable[[Any, float], Any]) -> Reference:
     """Of a norm that then multiplies by a weight and adds a bias, where the op has them."""
 
     def bind(op: Op, coordinate: Coordinate) -> Callable[..., Any]:
-        eps = _eps(op)
+        eps = eps_of(op)
 
         def run(x: Any, row: Any, *vectors: Any) -> Any:
             out = normalise(x, eps)
@@ -134,7 +135,7 @@ define(
         is_norm=True,
         scales_elements=True,
         attrs={"eps": POSITIVE_OR_ZERO},
-        misfit=as_stated(lambda op, x, row, weight: rms_norm(op.name, x, weight, _eps(op))),
+        misfit=as_stated(lambda op, x, row, weight: rms_norm(op.name, x, weight, eps_of(op))),
         zero_where=lambda op, holders, zero: 0 in zero and has_positive_eps(op),
         finite_where=lambda op, zero: has_positive_eps(op),
         flops=flops_a_result(4),
@@ -153,7 +154,7 @@ define(
         attrs={"eps": POSITIVE_OR_ZERO},
         misfit=as_stated(
             lambda op, x, row, weight=None, bias=None: layer_norm(
-                op.name, x, weight, bias, _eps(op)
+                op.name, x, weight, bias, eps_of(op)
             )
         ),
         finite_where=lambda op, zero: has_positive_eps(op),

@@ -11,6 +11,7 @@ from distmega.errors import UnsupportedError
 from distmega.kernels.tasks.fuse.types import InputNorm
 from distmega.kernels.tasks.fuse.views import columns_by_views, shown_by_views
 from distmega.program.kinds import kind_of
+from distmega.program.ops.norms import eps_of
 from distmega.program.types import Op, Program, Tensor
 
 TakesNorm = Callable[[InputNorm, Tensor | None, int, bool], bool]
@@ -132,10 +133,8 @@ def num_ranks_of(collective: Op) -> int:
 
 
 def norm_of(op: Op) -> InputNorm:
-    eps = op.attr("eps")
-    assert isinstance(eps, float)
     weight, bias = ([read.tensor for read in op.reads[2:]] + ["", ""])[:2]
-    return InputNorm(weight=weight, eps=eps, kind=op.kind, bias=bias)
+    return InputNorm(weight=weight, eps=eps_of(op), kind=op.kind, bias=bias)
 
 
 def does_not_fuse(op: Op) -> UnsupportedError:

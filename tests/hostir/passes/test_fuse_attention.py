@@ -378,6 +378,12 @@ def test_other_ops_of_the_kind_are_refused(name: str):
         verify_host(parse_host(text.replace(old, new)))
 
 
+def test_a_text_may_say_eps_as_a_whole_number():
+    text = print_host(lowered(whole_step(Case(norms="qk"))))
+    host = verify_host(parse_host(text.replace("eps=0.001", "eps=1")))
+    Evaluator(host, SingleCommunicator(host.mesh), {}).run(tensors_of(host))
+
+
 def test_a_cache_is_written_by_the_op_that_reads_it():
     text = print_host(lowered(whole_step(Case())))
     host = parse_host(text)

@@ -15,11 +15,13 @@ from distmega.hostir.check.check import check_host
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.ir.nodes import LibraryOp
 from distmega.hostir.ir.text import parse_host, print_host
+from distmega.hostir.ir.verify import verify_host
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import H200
 from distmega.models.presets import PRESETS
 from distmega.program.builder import Handle, ProgramBuilder
+from distmega.program.text import parse_program, print_program
 from distmega.program.types import Program
 from distmega.sharding.layout.mesh import DeviceMesh
 from tests.hostir.passes.test_fuse import lowered, steps
@@ -176,6 +178,20 @@ def test_caches_of_rows_and_of_sequences_stay_apart():
     p.kv_append(caches[1], x, positions, p.input("sequences", (3,), "i64"), name="second")
     y = p.pointwise("a0 + a1", *caches, name="y")
     assert check(p.build(y)) == ["kv_append of_rows", "kv_append of_sequences", "pointwise y"]
+
+
+def test_norms_may_have_a_whole_number_as_eps():
+    """As texts of programs and of host programs may say."""
+    b = Block()
+    q, k = (b.rope(b.norm(x, n, 1.0), n) for x, n in ((b.q, "q"), (b.k, "k")))
+    b.append(0, k)
+    program = parse_program(print_program(b.p.build(b.attend(q))).replace("eps=1.0", "eps=1"))
+    assert {dict(op.attrs)["eps"] for op in program.ops if op.kind == "rms_norm"} == {1}
+    assert check(program) == ["fused_heads q_rotated k_cache", "attention y"]
+    text = print_host(lowered(program)).replace("eps=1.0", "eps=1")
+    host, tensors = verify_host(parse_host(text)), given_tensors(program)
+    (found,) = Evaluator(host, SingleCommunicator(host.mesh), {}).run(tensors).values()
+    assert torch.equal(found, run_program(program, given_tensors(program))["y"])
 
 
 def test_a_cache_is_appended_to_by_one_part():
