@@ -108,8 +108,11 @@ def _walk(nodes: Sequence[Node], found: list[Step], index: int) -> int:
 
 
 def known_names(walked: Walked) -> Iterator[Violation]:
-    """Buffers, segments and mesh axes are declared, once; a view shows one buffer as another."""
+    """Buffers, segments and mesh axes are declared, once; a view shows one buffer as another, the
+    same wherever it is stated.
+    """
     host, buffers, segments = walked.host, walked.buffers, walked.segments
+    shows: dict[str, str] = {}
     axes = host.mesh.names
     if len(buffers) != len(host.buffers) or len(segments) != len(host.segments):
         yield -1, "two buffers or two segments share a name", "unique names"
@@ -134,6 +137,12 @@ def known_names(walked: Walked) -> Iterator[Violation]:
             counts = len(node.op.reads), len(node.op.writes)
             if counts != (1, 1):
                 yield index, f"a view of {counts[0]} as {counted(counts[1], 'tensor')}", "one"
+        view, source = shown(node) or ("", "")
+        if source in walked.sources and source not in shows:
+            yield index, f"{view!r} shows {source!r}, which shows nothing yet", "a view above"
+        if view and (shows.setdefault(view, source) != source or buffers[view].role != "temp"):
+            found = f"{buffers[view].role} {view!r} shows {source!r}"
+            yield index, found, "a temp, which shows one buffer wherever it is stated"
 
 
 def _named_axes(node: Node) -> tuple[str, ...]:

@@ -71,6 +71,20 @@ host fused on mesh(tp=1)
 """
 )
 
+SHOWN = """
+host shown on mesh(tp=1)
+  streams 1, events 0
+  input x: f32[4]
+  weight w: f32[4]
+  state s: f32[4]
+  temp v: f32[4]
+  body
+    v = view[i:4] s(i) -> v(i)
+    v = set[i:4] x(i) -> v(i)
+    v = view[j:4] s(j) -> v(j)
+  return s
+"""
+
 MUTATIONS = [
     (FUSED, "fitting_operands", "a0 * a1", "a0 * a2", "has exprs of 2 operands"),
     (FUSED, "fitting_operands", "a0 * a1", "a0 * it", "with exprs="),
@@ -89,6 +103,10 @@ MUTATIONS = [
     (STREAMED, "known_names", "temp x_i:", "temp y:", "share a name"),
     (KERNEL, "known_names", "launch mlp.0(", "launch mlp.9(", "kernel 'mlp.9'"),
     (STREAMED, "known_names", "stream 0\n", "v = view[m:6] y(m, m) ->\n", "a view of 1 as 0"),
+    (VIEWED, "known_names", "] a(i0, i1) -> flat", "] half(i0, i1) -> flat", "nothing yet"),
+    (VIEWED, "known_names", "] a(i0, i1) -> flat", "] flat(i0, i1) -> flat", "nothing yet"),
+    (VIEWED, "known_names", "temp half:", "state half:", "state 'half' shows 'flat'"),
+    (SHOWN, "known_names", "s(j) -> v(j)", "w(j) -> v(j)", "temp 'v' shows 'w'"),
     (STREAMED, "known_names", "temp p_i: f32", "temp p_i: i128", "[2, 4] and dtype i128"),
     (STREAMED, "known_names", "p_i: f32[2, 4]", "p_i: f32[2, 0]", "'p_i' of shape [2, 0]"),
     (STREAMED, "known_names", "p_i(m, n)", "p_i(m, n) | base_axis='dp'", "mesh axis 'dp'"),
@@ -166,7 +184,9 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("text", [STREAMED, RING, KERNEL, ATTENTION, COALESCED, GATHERED, VIEWED])
+@pytest.mark.parametrize(
+    "text", [STREAMED, RING, KERNEL, ATTENTION, COALESCED, GATHERED, VIEWED, SHOWN]
+)
 def test_sound_programs_pass(text: str):
     host = parse_host(text)
     assert verify_host(host, finalized=host.buffers) is host
