@@ -30,6 +30,7 @@ from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.passes.resize import resize_inputs
 from distmega.hostir.run.cuda_graph import CapturedHost, GraphMemory, capture_on_ranks
 from distmega.hostir.run.deadline import await_event, await_queued, graph_limit_s
+from distmega.hostir.run.early_reads import early_reads
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.runtime import late
 from distmega.kernels.runtime.compilations import has_triton
@@ -217,7 +218,8 @@ class Prefills:
                 if not program.used and program.rehearses:
                     self._compile_ahead(program, tensors)
                 program.used = True
-                outputs = run_ops(program.evaluator.run, {**tensors, **program.given})
+                with early_reads(states=False):  # the embedding starts in turn
+                    outputs = run_ops(program.evaluator.run, {**tensors, **program.given})
                 memory.tokens.queue(outputs, rows.number)
                 return program, outputs
             await_event(rows, self._limit_s, self._name)
@@ -326,7 +328,7 @@ class Prefills:
         Triton's cache has most of them.
         """
         if has_triton():
-            with late.launching_nothing(self._device):
+            with late.launching_nothing(self._device), early_reads(states=False):
                 program.evaluator.rehearse({**tensors, **program.given})
                 self._kept.write()  # while compilers run
 

@@ -5,7 +5,7 @@ Comes in: a body of lower.py, after fuse.py. Where a fused_heads op that makes q
 keys and values stands directly before the attention that reads them, goes out: one op of kind
 fused_attention. Nothing else in the program writes these caches or the positions, and no loop has
 the op, so its kernel may read rows that earlier runs appended before the kernel in front of it is
-done, where that is one of the same run (../run/isolation.py).
+done, where that is one of the same run (../run/early_reads.py).
 
 `parts`, an attribute: as of fused_heads, of queries, keys and values; `eps`: of their norms; scale,
 window, softcap: as of attention. Reads: positions [m]; the table of angles if queries and keys are

@@ -9,7 +9,7 @@ capture or none does: `capture_on_ranks`.
 import atexit
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -19,9 +19,9 @@ from distmega.errors import ProgramError
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.passes.fuse_attention import appends_once
+from distmega.hostir.run.early_reads import early_reads
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.hostir.run.graph_breaks import tensor_breaks
-from distmega.hostir.run.isolation import isolated_run
 
 DEFAULT_STREAM = 0
 """Address of torch's default stream, which is never destroyed."""
@@ -48,10 +48,9 @@ def _own_workspaces() -> Iterator[None]:
 
 def one_run(host: HostProgram) -> AbstractContextManager[None]:
     """Around a run of a host program, its capture or its rehearsal, where all work that was queued
-    before is done when the run, or a replay, begins: isolated_run where the program lets kernels
-    make use of it, and nothing else.
+    before is done when the run, or a replay, begins: what its kernels may read early.
     """
-    return isolated_run() if appends_once(host.body) else nullcontext()
+    return early_reads(states=appends_once(host.body))
 
 
 class GraphMemory:
@@ -175,8 +174,8 @@ class CapturedHost:
         torch.cuda.synchronize()
 
     def _one_run(self, evaluator: Evaluator) -> AbstractContextManager[None]:
-        """Around a run. What `before` queues may write what kernels of the run would read early."""
-        return one_run(evaluator.host) if self._before is None else nullcontext()
+        """Around a run. What `before` queues may write states, and positions."""
+        return one_run(evaluator.host) if self._before is None else early_reads(states=False)
 
     def _capture(self, evaluator: Evaluator, side: torch.cuda.Stream) -> dict[str, Tensor]:
         """Captures a run into the graph; its outputs, which each replay overwrites."""

@@ -5,7 +5,7 @@ In: q, k and v of a row of each sequence, as parts of a matmul's result have the
 the table of angles, caches, positions on the device. Out: a new tensor, and the row's keys and
 values in the caches. A program has a kv head of a sequence, or a part of the positions before the
 row's own. Rows of the caches at these were written by earlier steps, so in a run that begins when
-those are done (hostir/run/isolation.py) it asks for the first of them before it waits for the
+those are done (hostir/run/early_reads.py) it asks for the first of them before it waits for the
 kernel in front of it; the row's own key it makes itself. Results are those of heads.py and
 row_attention.py; row_attention.py's second kernel adds up parts. What the kernel does not take,
 these two do, one after the other. Used by device_ops.py.
@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from distmega.hostir.library.heads import StepHeads, attend_in_turn
-from distmega.hostir.run.isolation import is_isolated
+from distmega.hostir.run.early_reads import reads_states_early
 from distmega.kernels.gluon_compat import cta_barrier, tma_load
 from distmega.kernels.library.heads import heads_at_once, move_heads
 from distmega.kernels.library.row_attention import (
@@ -338,7 +338,7 @@ def attend_appended(
     """attend_each's result for q [s, h, g, d] after k and v [s, h, d] went to the caches [s, h, t,
     d] of their sequences, or those of a single one to [h, t, d], at `positions` int64 [s]; q and k
     by norms of their heads if they have weights [d], then rotated if there is a table of angles [t,
-    d]. Of what `takes` says. In an isolated_run caches and positions are read early.
+    d]. Of what `takes` says. Where states are read early, caches and positions are.
     """
     if k_cache.dim() == 3:
         k_cache, v_cache = k_cache.unsqueeze(0), v_cache.unsqueeze(0)
@@ -370,7 +370,7 @@ def attend_appended(
         windowed=window > 0,
         capped=softcap > 0,
         alone=alone,
-        early=is_isolated(),
+        early=reads_states_early(),
         stages=choose_stages(
             kv_heads * sequences * num_parts,
             max(1, num_programs(q) // PROGRAMS_A_SM),

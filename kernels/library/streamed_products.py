@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from distmega.hostir.library.pointwise import OpFunction
-from distmega.hostir.run.isolation import is_isolated
+from distmega.hostir.run.early_reads import reads_constants_early
 from distmega.kernels.gluon_compat import cta_barrier, reinterpret, tma_load
 from distmega.kernels.library.streamed_tiles import (
     MOST_BOXES,
@@ -278,7 +278,8 @@ def stream_product(
         *_all_blocks(weights[-1], boxes[: None if halves == 2 else 0], terms), bias, out,
         -(-depth // (terms * parts)), rows, columns, columns if len(weights) < halves else 0,
         boxes=boxes, halves=halves, terms=terms, stages=tiles.stages, x_rows=x_rows,
-        mixes=mixes, formula=formula, early=is_isolated(), num_warps=4, launch_pdl=True,
+        mixes=mixes, formula=formula, early=reads_constants_early(), num_warps=4,
+        launch_pdl=True,
     )  # fmt: skip
     return out
 

@@ -15,8 +15,8 @@ from distmega.errors import RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.ir.nodes import LibraryOp
 from distmega.hostir.lower.join_products import first_covered
+from distmega.hostir.run.early_reads import reads_states_early
 from distmega.hostir.run.evaluator import Evaluator
-from distmega.hostir.run.isolation import is_isolated
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.machines import H200
 from distmega.kernels.runtime.compilations import has_triton
@@ -116,7 +116,9 @@ def test_a_step_is_one_replay_of_a_graph(copies: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(library_steps, "CapturedHost", Graph)
     monkeypatch.setattr(Evaluator, "graph_breaks", ())
     rehearsed: list[bool] = []
-    monkeypatch.setattr(Evaluator, "rehearse", lambda *given: rehearsed.append(is_isolated()))
+    monkeypatch.setattr(
+        Evaluator, "rehearse", lambda *given: rehearsed.append(reads_states_early())
+    )
     steps = LibrarySteps(evaluator, given, BATCH, limit_s=10.0, copy_states=copies)
     steps._captures = True
     steps.start([1] * BATCH, [0] * BATCH)
@@ -126,6 +128,6 @@ def test_a_step_is_one_replay_of_a_graph(copies: bool, monkeypatch: pytest.Monke
     assert calls == ["capture", *["replay"] * 4]
     assert found["next"].shape == (BATCH,)
     assert rehearsed == [True] * (not copies and has_triton()), "as the capture launches kernels"
-    assert not is_isolated()
+    assert not reads_states_early()
     with pytest.raises(RequestError, match="a trace of 3 steps by library ops"):
         steps.trace(3)

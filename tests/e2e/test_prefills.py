@@ -13,6 +13,9 @@ from distmega.engine.prefill_plan import prefill_size
 from distmega.engine.requests import EngineOptions
 from distmega.errors import RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
+from distmega.hostir.ir.nodes import LibraryOp
+from distmega.hostir.run.early_reads import reads_constants_early, reads_states_early
+from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.machines import H200
 from distmega.models.presets import PRESETS
 from distmega.models.sampling import MOST_LIKELY, Sampling
@@ -66,6 +69,24 @@ def test_filled_up_prompts_give_the_tokens_of_exact_ones(sampling: Sampling, bat
         assert len(filled._prefills._programs) == batch + 2
     torch.testing.assert_close(logits, exact.logits(prompt_of(5)))
     assert logits.shape[0] == 5
+
+
+def test_prompts_read_weights_early_and_no_states(monkeypatch: pytest.MonkeyPatch):
+    """What copies a prompt's rows, which a graph holds too, may write what their kernels read."""
+    told: list[tuple[bool, bool]] = []
+    run = Evaluator.run
+
+    def noting(self: Evaluator, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        told.append((reads_constants_early(), reads_states_early()))
+        return run(self, given)
+
+    monkeypatch.setattr(Evaluator, "run", noting)
+    engine = open_tiny()
+    engine.prefill(prompt_of(5))
+    assert told == [(True, False)]
+    first, *_ = engine._prefills._programs.values()
+    ops = [node.op.kind for node in first.evaluator.host.body if isinstance(node, LibraryOp)]
+    assert ops[0] == "embedding", "no kernel that starts early"
 
 
 def test_sizes_are_few_and_hold_the_prompt():

@@ -17,7 +17,7 @@ from distmega.hostir.library.heads import Heads
 from distmega.hostir.library.torch_types import torch_dtype
 from distmega.hostir.passes.fuse_attention import FUSED
 from distmega.hostir.run.cuda_graph import CapturedHost
-from distmega.hostir.run.isolation import isolated_run
+from distmega.hostir.run.early_reads import early_reads
 from distmega.kernels.library import heads, step_attention
 from distmega.kernels.library.step_attention import attend_appended, takes
 from distmega.program.builder import ProgramBuilder
@@ -244,7 +244,7 @@ def test_kernels_of_a_graph_wait_for_what_is_of_this_step(parts: int, early: boo
     warm = [copied(given) for given in layers]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with isolated_run() if early else nullcontext():
+    with early_reads(states=True) if early else nullcontext():
         step(warm)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):

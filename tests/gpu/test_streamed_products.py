@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import silu
 
 from distmega.hostir.passes.fused_kinds import NormStep, RowSteps
-from distmega.hostir.run.isolation import isolated_run
+from distmega.hostir.run.early_reads import early_reads
 from distmega.kernels.library.row_steps import run_rows
 from distmega.kernels.library.streamed_products import stream_product
 from distmega.kernels.library.streamed_tiles import make_tiles
@@ -82,11 +82,11 @@ def test_what_is_in_front_has_ended_before_x_is_read():
             y = stream_product(normed, [w], tiles, mixes=SILU)
         return y
 
-    with isolated_run():
+    with early_reads(states=False):
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with isolated_run(), torch.cuda.graph(graph):
+    with early_reads(states=False), torch.cuda.graph(graph):
         y = run()
     for _ in range(200):
         x.copy_(random(64, 4096))

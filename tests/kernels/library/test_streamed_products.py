@@ -67,7 +67,7 @@ def test_weights_are_asked_for_before_the_wait_and_x_behind_it(
     assert not re.search(r"\b(?:ld|st)\.global", early)
 
 
-def test_outside_of_isolated_runs_all_is_read_behind_the_wait() -> None:
+def test_where_nothing_is_read_early_all_is_read_behind_the_wait() -> None:
     before, behind = compiled(1, 64, early=False).ptx.split("griddepcontrol.wait")
     assert TMA not in before
     assert TMA in behind
