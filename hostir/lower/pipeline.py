@@ -189,11 +189,11 @@ class _Link:
         for name in copied:
             given, taken = (replace(buffers[name], name=of(name)) for of in (name_inside, name_of))
             yield LibraryOp(op=copy(taken.name, given, taken)[0])
-        if part.host.num_streams > 1:
-            yield from (Deallocate(buffer=name_of(name)) for name in alone)
         if self.credits:
             yield from map(self.await_free, self.targets)
         yield from _send([t for t in self.sent if not t.final], name_of)
+        if part.host.num_streams > 1:  # what was sent may have been a view of what came
+            yield from (Deallocate(buffer=name_of(name)) for name in alone)
         if self.credits:
             yield from map(self.signal, self.sources)
 

@@ -173,3 +173,18 @@ def test_programs_of_two_sizes_have_names_of_their_own():
     host = lower_program(local, megakernel=False, peer_memory=False)
     with pytest.raises(PlanError, match=r"parts of a stage named \['rows', 'rows'\]"):
         link_stage([StagePart(stage=stage, host=host)] * 2, {"x": 0})
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_view_of_what_came_is_sent_on_after_a_loop_on_streams(sizes: Mapping[int, int]):
+    """What came stays until the view of it has gone."""
+
+    def build(rows: int) -> Program:
+        p = ProgramBuilder(f"sent on {rows}")
+        a = p.input("x", (rows, 4)).map("a0 * 2", name="a")
+        b = a.map("a0 + 1", name="b")
+        v = p.slice(a, 1, 0, 2, view=True, name="v")
+        return p.build(b, v.map("a0 - 1", name="c"))
+
+    rows = sum(rows * count for rows, count in sizes.items())
+    assert_whole(stages({"b": stream(1, 2)}, build, ("b", "c"), sizes), build(rows))
