@@ -75,7 +75,8 @@ def link_stage(
 
     chunk_dims: inputs and results that are cut into micro-batches, and the dim; of other results
     the last micro-batch's stays. All parts but the last have one size, the last may be smaller.
-    One micro-batch of the only stage stays as it is. PlanError if programs share a name.
+    One micro-batch of the only stage stays as it is, unless a result is an input, which no stage's
+    own program gives. PlanError if programs share a name.
     """
     names = [part.host.name for part in parts]
     if len(set(names)) < len(names):
@@ -84,8 +85,10 @@ def link_stage(
             expected="different names",
             remedy="name the program of each size of micro-batch after it",
         )
-    if parts[0].stage.num_stages == len(parts) == parts[0].count == 1:
-        return parts[0].host
+    first = parts[0]
+    is_alone = first.stage.num_stages == len(parts) == first.count == 1
+    if is_alone and {tensor.name for tensor in first.stage.results} <= {*first.host.outputs}:
+        return first.host
     return _Link(parts, chunk_dims or {}).run()
 
 

@@ -176,6 +176,18 @@ def test_programs_of_two_sizes_have_names_of_their_own():
 
 
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("cuts", [("b",), ()])
+def test_a_result_may_be_an_input(cuts: Sequence[str], sizes: Mapping[int, int]):
+    def build(rows: int) -> Program:
+        p = ProgramBuilder(f"given {rows}")
+        x = p.input("x", (rows, 4))
+        return p.build(x.map("a0 * 2", name="a").map("a0 + 1", name="b"), x)
+
+    rows = sum(rows * count for rows, count in sizes.items())
+    assert_whole(stages({}, build, cuts, sizes), build(rows))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 def test_a_view_of_what_came_is_sent_on_after_a_loop_on_streams(sizes: Mapping[int, int]):
     """What came stays until the view of it has gone."""
 
