@@ -25,6 +25,7 @@ coordinates talk to each other. Next: passes.py.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from distmega.errors import PlanError
 from distmega.hostir.ir.matmul_nodes import largest_symmetric_buffers
@@ -44,9 +45,10 @@ from distmega.hostir.ir.nodes import (
     StartCoalescing,
     Wait,
     WaitSignal,
+    walk_nodes,
 )
 from distmega.hostir.ir.rename import Names, rename_node
-from distmega.hostir.ir.uses import shown
+from distmega.hostir.ir.uses import shown, storage_of, view_sources
 from distmega.program.ops.data_movement import copy
 from distmega.program.ops.parts import fresh_name
 from distmega.program.types import Tensor
@@ -161,7 +163,7 @@ class _Link:
     def part_nodes(self, number: int, part: StagePart) -> Iterator[Node]:
         """The nodes of one micro-batch of a part. Its streams may use what it received until they
         join at the end, since to the part's own program that is the caller's. Results that only
-        show other storage there are copied.
+        show other storage there are copied, and so is what is cut so that no view would fit it.
         """
         buffers = part.host.buffer_map()
         own = [n for n, b in buffers.items() if self.as_temp(b).role == "temp"]
@@ -170,7 +172,10 @@ class _Link:
         names = {name: self.fresh(f"{name}#{number}") for name in anew}
         views = {view for view, _ in filter(None, map(shown, part.host.body))}
         copied = [name for name in self.results if name in views]
+        packed = [name for name in self.gapped(part) if name not in copied]
+        given = [name for name in packed if buffers[name].role != "temp"]
         inside = names | {name: self.fresh(f"{name}#{number}.view") for name in copied}
+        inside |= {name: self.fresh(f"{name}#{number}.packed") for name in packed}
 
         def name_of(name: str) -> str:
             return names.get(name, name)
@@ -178,27 +183,46 @@ class _Link:
         def name_inside(name: str) -> str:
             return inside.get(name, name)
 
-        for name in (*own, *copied):
+        def copy_of(name: str, source: Names, target: Names) -> Node:
+            read, written = (replace(buffers[name], name=of(name)) for of in (source, target))
+            return LibraryOp(op=copy(written.name, read, written)[0])
+
+        for name in (*own, *copied, *packed):
             here = name_inside(name)
-            self.buffers[here] = replace(self.as_temp(buffers[name]), name=here)
+            self.buffers[here] = replace(buffers[name], name=here, role="temp")
         yield from self.slices(number, part, name_of)
         flowing = [t for t in self.received if not t.final]
         alone = [t.tensor.name for t in flowing if t.tensor.name not in self.results]
         yield from (Allocate(buffer=name_of(name)) for name in alone)
         yield from _receive(flowing, name_of)
+        for name in given:
+            yield Allocate(buffer=name_inside(name))
+            yield copy_of(name, name_of, name_inside)
+        whole = {*self.results} - {*packed}
         for node in part.host.body:
-            if not (isinstance(node, Allocate) and node.buffer in self.results):
+            if not (isinstance(node, Allocate) and node.buffer in whole):
                 yield rename_node(node, name_inside, name_of)
-        for name in copied:
-            given, taken = (replace(buffers[name], name=of(name)) for of in (name_inside, name_of))
-            yield LibraryOp(op=copy(taken.name, given, taken)[0])
+        for name in (*copied, *packed):
+            if name not in given:
+                yield copy_of(name, name_inside, name_of)
         if self.credits:
             yield from map(self.await_free, self.targets)
         yield from _send([t for t in self.sent if not t.final], name_of)
         if part.host.num_streams > 1:  # what was sent may have been a view of what came
             yield from (Deallocate(buffer=name_of(name)) for name in alone)
+            yield from (Deallocate(buffer=name_inside(name)) for name in given)
         if self.credits:
             yield from map(self.signal, self.sources)
+
+    def gapped(self, part: StagePart) -> list[str]:
+        """What is cut along a dim that isn't its outermost, and viewed by ops: there are gaps
+        between a micro-batch's elements, and views want them to follow each other.
+        """
+        buffers, sources = part.host.buffer_map(), view_sources(part.host.body)
+        ops = [node.op for node in walk_nodes(part.host.body) if isinstance(node, LibraryOp)]
+        viewed = {storage_of(op.reads[0].tensor, sources) for op in ops if op.is_view}
+        cut = {name: dim for name, dim in self.chunk_dims.items() if name in viewed}
+        return [name for name, dim in cut.items() if prod(buffers[name].shape[:dim]) > 1]
 
     def slices(self, number: int, part: StagePart, name_of: Names) -> Iterator[Node]:
         """The micro-batch's parts of what is cut into them."""

@@ -55,8 +55,9 @@ def stages(
     build: Callable[[int], Program] = rows_program,
     cuts: Sequence[str] = ("b", "d"),
     sizes: Mapping[int, int] = MappingProxyType({ROWS: NUM_BATCHES}),
+    dim: int = 0,
 ) -> list[HostProgram]:
-    """sizes: number of micro-batches by their rows."""
+    """sizes: number of micro-batches by their rows, or by their extent of another dim."""
     hosts = []
     mesh = DeviceMesh(pp=1 + len(cuts))
     for index in range(1 + len(cuts)):
@@ -69,7 +70,7 @@ def stages(
             parts.append(StagePart(stage=stage, host=host, count=count))
         by_rows = [t.name for t in build(rows).with_role("input")]
         by_rows += [t.name for t in stage.results]
-        hosts.append(run_passes(link_stage(parts, dict.fromkeys(by_rows, 0))))
+        hosts.append(run_passes(link_stage(parts, dict.fromkeys(by_rows, dim))))
     return hosts
 
 
@@ -200,3 +201,21 @@ def test_a_view_of_what_came_is_sent_on_after_a_loop_on_streams(sizes: Mapping[i
 
     rows = sum(rows * count for rows, count in sizes.items())
     assert_whole(stages({"b": stream(1, 2)}, build, ("b", "c"), sizes), build(rows))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("cuts", [("c",), ()])
+def test_what_is_cut_along_any_dim_may_be_viewed(cuts: Sequence[str], sizes: Mapping[int, int]):
+    """Elements of a micro-batch's columns have gaps between them."""
+
+    def build(columns: int) -> Program:
+        p = ProgramBuilder(f"columns {columns}")
+        x = p.input("x", (3, columns))
+        flat = p.reshape(x, (3 * columns,), view=True, name="flat")
+        a = p.reshape(flat.map("a0 * 2", name="b"), (3, columns), name="a")
+        c = a.map("a0 + 1", name="c")
+        d = p.reshape(c, (3 * columns,), view=True, name="shown").map("a0 - 1", name="d")
+        return p.build(c, a, p.reshape(d, (3, columns), name="e"))
+
+    columns = sum(columns * count for columns, count in sizes.items())
+    assert_whole(stages({}, build, cuts, sizes, dim=1), build(columns))
