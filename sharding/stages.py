@@ -70,7 +70,7 @@ def cut_positions(
     """
     require_whole("num_stages", num_stages, least=1, error=PlanError)
     fixed = fixed or {}
-    if num_stages > len(program.ops) > 0:
+    if num_stages > max(len(program.ops), 1):
         raise _too_many_stages(program, num_stages, fixed)
     if num_stages == 1:
         return ()

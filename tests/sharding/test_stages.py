@@ -119,6 +119,9 @@ def test_stages_that_cannot_be_are_refused() -> None:
             cut_positions(program, num)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="1000000000 stages of program 'decoder'"):
         cut_positions(program, 10**9)
+    p = ProgramBuilder("nothing")
+    with pytest.raises(PlanError, match="2 stages of program 'nothing'; expected as many places"):
+        cut_positions(p.build(p.input("x", (2,))), 2)
 
 
 def shared_program() -> Program:
