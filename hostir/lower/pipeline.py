@@ -27,6 +27,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from distmega.arguments import require_whole
+from distmega.arguments import shown as shown_value
 from distmega.errors import PlanError
 from distmega.hostir.ir.matmul_nodes import largest_symmetric_buffers
 from distmega.hostir.ir.nodes import (
@@ -63,11 +65,16 @@ CHUNK = "chunk"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePart:
-    """A stage, its host program for micro-batches of one size, and how many there are."""
+    """A stage, its host program for micro-batches of one size, and how many there are. PlanError
+    for no whole number of them, or none.
+    """
 
     stage: Stage
     host: HostProgram
     count: int = 1
+
+    def __post_init__(self) -> None:
+        require_whole("count", self.count, 1, error=PlanError)
 
 
 def link_stage(
@@ -78,7 +85,7 @@ def link_stage(
     chunk_dims: inputs and results that are cut into micro-batches, and the dim; of other results
     the last micro-batch's stays. All parts but the last have one size, the last may be smaller.
     One micro-batch of the only stage stays as it is, unless a result is an input, which no stage's
-    own program gives. PlanError if programs share a name.
+    own program gives. PlanError if programs share a name, and for dims that can't be cut so.
     """
     names = [part.host.name for part in parts]
     if len(set(names)) < len(names):
@@ -87,11 +94,49 @@ def link_stage(
             expected="different names",
             remedy="name the program of each size of micro-batch after it",
         )
+    if sum(part.count for part in parts) > 1:
+        for name, dim in (chunk_dims or {}).items():
+            _require_cut(parts, name, dim)
     first = parts[0]
     is_alone = first.stage.num_stages == len(parts) == first.count == 1
     if is_alone and {tensor.name for tensor in first.stage.results} <= {*first.host.outputs}:
         return first.host
     return _Link(parts, chunk_dims or {}).run()
+
+
+def _require_cut(parts: Sequence[StagePart], name: str, dim: int) -> None:
+    """PlanError for a tensor that is no input or result, a dim that it doesn't have, and sizes of
+    which not all but the last are equal. A stage knows nothing of the inputs of others.
+    """
+    sizes = []
+    for part in parts:
+        results = {tensor.name: tensor for tensor in part.stage.results}
+        inner = {transfer.tensor.name for transfer in part.stage.transfers} - {*results}
+        tensor = part.host.buffer_map().get(name) or results.get(name)
+        if tensor is None:
+            return
+        given_or_result = tensor.role == "input" or (tensor.role == "temp" and name in results)
+        if name in inner or not given_or_result:
+            raise PlanError(
+                f"micro-batches of {name!r}",
+                expected="inputs and results of the whole program, no weights and states",
+                remedy="leave it out",
+            )
+        if type(dim) is not int or not 0 <= dim < len(tensor.shape):
+            raise PlanError(
+                f"micro-batches along dim {shown_value(dim)} of {name!r}, which is {tensor.shape}",
+                expected="a dim that it has, counted from 0",
+                remedy="name another, or leave it out",
+            )
+        sizes.append(tensor.shape[dim])
+    is_rest = sizes[-1] < sizes[0] and parts[-1].count == 1
+    if {*sizes[:-1]} - {sizes[0]} or not (sizes[-1] == sizes[0] or is_rest):
+        many = ", ".join(f"{part.count} x {size}" for part, size in zip(parts, sizes, strict=True))
+        raise PlanError(
+            f"micro-batches of {name!r} with {many} along dim {dim}",
+            expected="equal ones, but for the last, which may be smaller",
+            remedy="cut it evenly, and put what is left over last",
+        )
 
 
 class _Link:

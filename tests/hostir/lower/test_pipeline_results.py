@@ -219,3 +219,39 @@ def test_what_is_cut_along_any_dim_may_be_viewed(cuts: Sequence[str], sizes: Map
 
     columns = sum(columns * count for columns, count in sizes.items())
     assert_whole(stages({}, build, cuts, sizes, dim=1), build(columns))
+
+
+def first_of_rows_program() -> StagePart:
+    stage, *_ = split_stages(rows_program(ROWS), ("b", "d"))
+    local = localize(plan_program(stage.program, DeviceMesh(pp=1), CPU))
+    return StagePart(stage=stage, host=lower_program(local, megakernel=False, peer_memory=False))
+
+
+@pytest.mark.parametrize(
+    ("chunk_dims", "message"),
+    [
+        ({"x": 2}, r"along dim 2 of 'x', which is \(2, 4\); expected a dim that it has"),
+        ({"d": -1}, "along dim -1 of 'd'"),
+        ({"x": "rows"}, "along dim 'rows' of 'x'"),
+        ({"x": True}, "along dim True of 'x'"),
+        ({"w": 0}, "micro-batches of 'w'; expected inputs and results of the whole program"),
+        ({"a": 0}, "micro-batches of 'a'; expected inputs and results"),
+    ],
+)
+def test_what_can_not_be_cut_is_refused(chunk_dims: Mapping[str, int], message: str):
+    part = first_of_rows_program()
+    with pytest.raises(PlanError, match=message):
+        link_stage([replace(part, count=2)], chunk_dims)
+
+
+@pytest.mark.parametrize("sizes", [{2: 1, 3: 1}, {2: 2, 1: 2}, {3: 1, 1: 1, 2: 1}])
+def test_a_micro_batch_of_another_size_stands_last_and_is_smaller(sizes: Mapping[int, int]):
+    with pytest.raises(PlanError, match="expected equal ones, but for the last"):
+        stages({}, shown_program, ("c",), sizes)
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.5])
+def test_micro_batches_are_counted(count: int):
+    part = first_of_rows_program()
+    with pytest.raises(PlanError, match=f"count {count}; expected"):
+        replace(part, count=count)
