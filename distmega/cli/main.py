@@ -55,7 +55,7 @@ def _run_reported(arguments: Sequence[str] | None) -> int:
         drop_output()  # nobody reads on
         return 1
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         drop_output()
         _report(

@@ -5,6 +5,7 @@ In: the process's streams and environment. Out: streams that can be written to, 
 files. Used by all commands.
 """
 
+import io
 import os
 import re
 import sys
@@ -26,8 +27,9 @@ _LINE_END = re.compile(r"\r\n?|\n")
 
 
 def open_streams() -> None:
-    """Makes standard streams usable: what can't be encoded is replaced, and a width that nothing
-    fits in is ignored. RequestError where standard output is closed.
+    """Makes standard streams usable: what can't be encoded is replaced, all of a text is written or
+    an error raised, and a width that nothing fits in is ignored. RequestError where standard output
+    is closed.
     """
     for _ in range(3):  # a file that is opened later must not take the number of a closed stream
         number = os.open(os.devnull, os.O_RDWR)
@@ -38,6 +40,10 @@ def open_streams() -> None:
     closed = sys.stdout is None
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for as long as the process runs
+    if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
+        # PYTHONUNBUFFERED: where the system takes a part of a text, Python drops the rest unsaid
+        number, encoding = sys.stdout.fileno(), sys.stdout.encoding
+        sys.stdout = open(number, "w", encoding=encoding, closefd=False)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):

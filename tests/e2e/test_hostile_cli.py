@@ -57,6 +57,21 @@ def test_an_error_that_nobody_can_be_told_keeps_its_exit_code() -> None:
         assert run("explain", "nomodel", redirect=redirect).returncode == 2
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_is_cut_short_is_told(unbuffered: str, tmp_path: Path) -> None:
+    """By a limit here, as where a disk gets full: a part of a write is done, the next refused."""
+    path = tmp_path / "facts.json"
+    command = [sys.executable, "-m", "distmega", "explain", "tiny-llama", "--json"]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -f 20; exec "$@" >"$0"', str(path), *command],
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        timeout=250,
+        check=False,
+    )
+    assert one_line(done, 1).startswith("the output can't be written (File too large)")
+
+
 def test_prompts_of_a_file_end_where_its_lines_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
