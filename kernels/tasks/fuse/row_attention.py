@@ -28,11 +28,13 @@ from distmega.program.types import Op, packed_strides
 
 
 def attends_to_rows(fusion: Fusion, op: Op) -> bool:
-    """Whether it mixes values that all rows may see: not those that an op appends to caches of one
-    row each.
+    """Whether it mixes values that all rows may see: not those of caches of one row each, which
+    are larger by far than what looking at each element's place is for.
     """
     if not kind_of(op).reads_positions:
         return True
+    if op.extents["m"] > 1 and any("m" in index.axes for index in op.reads[1].dims):
+        return False
     source = source_of(op.reads[1].tensor, fusion.producers)
     maker = fusion.producers.get(source)
     if maker is not None and not kind_of(maker).appends:

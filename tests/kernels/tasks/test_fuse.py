@@ -2,6 +2,7 @@
 what can't fuse is named.
 """
 
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -406,3 +407,17 @@ def test_a_number_without_dims_is_viewed(given: tuple[int, ...], shown: tuple[in
     plan = plan_program(program, mesh, CPU)
     step = CompiledProgram(plan, SingleCommunicator(mesh), megakernel=True)
     assert torch.equal(step({"x": torch.full(given, 3.0)})["y"], torch.full(shown, 8.0))
+
+
+def test_caches_of_one_row_each_that_no_op_appends_to_are_refused_at_once():
+    """Not by looking at the place of each of their elements: these are 500 million."""
+    p = ProgramBuilder("exchanged")
+    q, positions = p.input("q", (128, 1, 1, 64)), p.input("positions", (128,), "i64")
+    caches = [p.state(name, (128, 1, 2**16, 64)).map("a0") for name in ("k", "v")]
+    program = p.build(p.attention(q, *caches, positions, 0.5, name="mixed"))
+    tracemalloc.start()
+    with pytest.raises(UnsupportedError, match="'mixed' of kind attention does not fuse"):
+        fuse_segment(program)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 2**24
