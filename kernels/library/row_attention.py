@@ -164,38 +164,45 @@ def attend_each(
     alone = num_parts == 1
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    parts = out
-    maxima = sums = out
-    if not alone:
-        lines = num_parts, sequences * kv_heads * group
-        parts = torch.empty((*lines, dim), dtype=torch.float32, device=q.device)
-        maxima = torch.empty(lines, dtype=torch.float32, device=q.device)
-        sums = torch.empty(lines, dtype=torch.float32, device=q.device)
+    made = empty_parts(out, num_parts)
     padded = max(LEAST_ROWS, triton.next_power_of_2(dim))
     num_keys = choose_keys(dim, sequences * kv_heads * num_parts, num_programs(q))
     factor, cap = score_factors(scale, softcap)
     launch(
         attend_part, (kv_heads, sequences, num_parts),
-        q, k_cache, v_cache, parts, maxima, sums, positions.contiguous(), *q.stride()[:3],
+        q, k_cache, v_cache, *made, positions.contiguous(), *q.stride()[:3],
         context, factor, window, cap, num_parts, group=group,
         rows=max(LEAST_ROWS, triton.next_power_of_2(group)), dim=dim, padded=padded,
         windowed=window > 0, capped=softcap > 0, alone=alone, num_keys=num_keys, num_warps=4,
         num_stages=3,
     )  # fmt: skip
     if not alone:
-        launch(
-            join_parts,
-            (lines[1],),
-            parts,
-            maxima,
-            sums,
-            out,
-            num_parts,
-            dim=dim,
-            padded=padded,
-            num_warps=1,
-        )
+        add_parts(*made, out)
     return out
+
+
+def empty_parts(out: Tensor, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where parts of results [s, h, g, d] go, f32 [num_parts, s * h * g, d], the largest scores of
+    each and the sums of weights, f32 [num_parts, s * h * g]; a single part goes to `out`.
+    """
+    if num_parts == 1:
+        return out, out, out
+    rows = num_parts, out.shape[:-1].numel()
+    shapes = (*rows, out.shape[-1]), rows, rows
+    parts, maxima, sums = (
+        torch.empty(shape, dtype=torch.float32, device=out.device) for shape in shapes
+    )
+    return parts, maxima, sums
+
+
+def add_parts(parts: Tensor, maxima: Tensor, sums: Tensor, out: Tensor) -> None:
+    """The results that parts of empty_parts make."""
+    num_parts, rows, dim = parts.shape
+    padded = max(LEAST_ROWS, triton.next_power_of_2(dim))
+    launch(
+        join_parts, (rows,), parts, maxima, sums, out, num_parts, dim=dim, padded=padded,
+        num_warps=1,
+    )  # fmt: skip
 
 
 def choose_parts(num_heads: int, seen: int, programs: int) -> int:

@@ -34,10 +34,11 @@ from distmega.kernels.library.heads import heads_at_once, move_heads
 from distmega.kernels.library.row_attention import (
     DTYPES,
     PROGRAMS_A_SM,
+    add_parts,
     attend_each,
     choose_keys,
     choose_parts,
-    join_parts,
+    empty_parts,
     num_programs,
 )
 from distmega.kernels.library.score_caps import cap_scores, score_factors
@@ -349,12 +350,7 @@ def attend_appended(
     alone = num_parts == 1
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    parts = maxima = sums = out
-    lines = num_parts, sequences * kv_heads * group
-    if not alone:
-        parts = torch.empty((*lines, dim), dtype=torch.float32, device=q.device)
-        maxima = torch.empty(lines, dtype=torch.float32, device=q.device)
-        sums = torch.empty(lines, dtype=torch.float32, device=q.device)
+    made = empty_parts(out, num_parts)
     block = [num_keys, dim]
     layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_TYPES[q.dtype])
     blocks = (
@@ -379,24 +375,13 @@ def attend_appended(
     )
     launch(
         attend_appended_part, (kv_heads, sequences, num_parts),
-        q, k, v, q_weight, k_weight, *blocks, k_cache, v_cache, parts, maxima, sums,
+        q, k, v, q_weight, k_weight, *blocks, k_cache, v_cache, *made,
         positions, table, 0 if table is None else len(table), q.stride()[:3],
         k.stride()[:2], v.stride()[:2], context, eps, factor, window, cap, num_parts, spec=spec,
         num_warps=WARPS.value, launch_pdl=True,
     )  # fmt: skip
     if not alone:
-        launch(
-            join_parts,
-            (lines[1],),
-            parts,
-            maxima,
-            sums,
-            out,
-            num_parts,
-            dim=dim,
-            padded=dim,
-            num_warps=1,
-        )
+        add_parts(*made, out)
     return out
 
 

@@ -169,15 +169,16 @@ def scope_of(gl: SimpleNamespace) -> dict[str, Any]:
     return found
 
 
+def add_parts(parts: Tensor, maxima: Tensor, sums: Tensor, out: Tensor) -> None:
+    """As row_attention.add_parts, in torch."""
+    shares = torch.exp2(maxima - maxima.amax(0).clamp(min=-1e30))
+    total = (sums * shares).sum(0)[:, None]
+    joined = (parts * shares[..., None]).sum(0) / torch.where(total == 0, 1.0, total)
+    out.view(joined.shape).copy_(joined)
+
+
 def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
-    """As ahead.launch, of the kernel; what adds parts up is done in torch."""
-    if kernel is step_attention.join_parts:
-        parts, maxima, sums, out = arguments[:4]
-        shares = torch.exp2(maxima - maxima.amax(0).clamp(min=-1e30))
-        total = (sums * shares).sum(0)[:, None]
-        joined = (parts * shares[..., None]).sum(0) / torch.where(total == 0, 1.0, total)
-        out.view(joined.shape).copy_(joined)
-        return
+    """As ahead.launch, of the kernel."""
     arguments = tuple(pointer(x) if isinstance(x, Tensor) else x for x in arguments)
     for ids in product(*map(range, grid)):
         scope = scope_of(language(ids, grid))

@@ -37,6 +37,7 @@ STRIDES = ("q_strides", "k_strides", "v_strides")
 def simulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The kernel runs in torch."""
     monkeypatch.setattr(step_attention, "launch", simulated_steps.launch)
+    monkeypatch.setattr(step_attention, "add_parts", simulated_steps.add_parts)
     monkeypatch.setattr(step_attention, "num_programs", lambda q: 1)
     monkeypatch.setattr(
         step_attention,
