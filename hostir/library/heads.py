@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distmega.hostir.library.norms import normalise
 from distmega.hostir.library.pointwise import OpFunction
-from distmega.hostir.passes.fuse_heads import op_parts
+from distmega.hostir.passes.fuse_heads import next_heads, op_parts
 from distmega.program.ops.attention import append_values, rope_values
 from distmega.program.ops.norms import eps_of
 from distmega.program.types import Op
@@ -73,10 +73,7 @@ def compile_heads(op: Op, move: MoveHeads) -> OpFunction:
         sequences = next(xs) if several else None
         heads = []
         for steps, out in zip(parts, outs, strict=True):
-            x = next(xs)
-            if steps != ("append",):
-                next(xs)
-            weight = next(xs) if "norm" in steps else None
+            x, weight = next_heads(xs, steps)
             heads.append(
                 Heads(
                     x=x,
@@ -138,13 +135,7 @@ def compile_step(op: Op, attend: Callable[[StepHeads], object]) -> OpFunction:
         xs = iter(operands)
         positions = next(xs)
         table = next(xs) if "rope" in steps[0] else None
-        found: list[tuple[Tensor, Tensor | None]] = []
-        for each in steps:
-            x = next(xs)
-            if each != ("append",):
-                next(xs)
-            found.append((x, next(xs) if "norm" in each else None))
-        (q, q_weight), (k, k_weight), (v, _) = found
+        (q, q_weight), (k, k_weight), (v, _) = (next_heads(xs, each) for each in steps)
         k_cache, v_cache, out, *_ = xs
         given = StepHeads(
             q=q,

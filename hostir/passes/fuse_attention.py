@@ -23,7 +23,14 @@ from distmega.errors import counted
 from distmega.hostir.ir.nodes import Allocate, Deallocate, ForLoop, LibraryOp, Node, walk_nodes
 from distmega.hostir.ir.uses import named_buffers, shown, storage_of, view_sources
 from distmega.hostir.passes.fuse_heads import FUSED as HEADS
-from distmega.hostir.passes.fuse_heads import HeadPart, HeadsOp, heads_op, op_parts, require_part
+from distmega.hostir.passes.fuse_heads import (
+    HeadPart,
+    HeadsOp,
+    heads_op,
+    next_heads,
+    op_parts,
+    require_part,
+)
 from distmega.hostir.passes.joining import Both, join_ops, with_last
 from distmega.program.ops.attention import attention
 from distmega.program.ops.norms import eps_of
@@ -187,11 +194,8 @@ def _stated(op: Op) -> AttentionOp:
     out, *caches = (access.tensor for access in op.writes)
     parts = []
     for each, to in zip(steps, ("", *caches), strict=True):
-        x = next(names)
-        if each != ("append",):
-            next(names)
-        weight = next(names) if "norm" in each else ""
-        parts.append(HeadPart(x=x, weight=weight, out=to, steps=each))
+        x, weight = next_heads(names, each)
+        parts.append(HeadPart(x=x, weight=weight or "", out=to, steps=each))
     own = len(op.writes[1].dims) == 4
     heads = HeadsOp(parts=tuple(parts), positions=positions, table=table, own=own, eps=eps)
     factors = {key: value for key, value in op.attrs if key in FACTORS}

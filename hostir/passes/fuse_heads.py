@@ -10,9 +10,9 @@ row where it needs all of a head, and the norm's weight. Writes: a tensor or a c
 place. `eps`: of all norms. Used by fuse.py, read by hostir/library/heads.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from distmega.errors import counted
 from distmega.program.dtypes import FLOATS_TO_F32
@@ -21,6 +21,8 @@ from distmega.program.ops import norms
 from distmega.program.ops.attention import kv_append, rope
 from distmega.program.ops.parts import Built, access_named, axis_names, bad_op, make_op
 from distmega.program.types import Access, Attr, Axis, Index, Op, Tensor, accesses
+
+T = TypeVar("T")
 
 Step = Literal["norm", "rope", "append"]
 STEPS: tuple[Step, ...] = "norm", "rope", "append"
@@ -97,6 +99,16 @@ def op_parts(op: Op) -> list[tuple[Step, ...]]:
     return [tuple(step for step in STEPS if step in str(text).split()) for text in texts]
 
 
+def next_heads(operands: Iterator[T], steps: Sequence[Step]) -> tuple[T, T | None]:
+    """Of what an op reads: the heads of its next part and, if it has one, its norm's weight. Heads
+    that a step shapes are read by element and by row.
+    """
+    x = next(operands)
+    if steps != ("append",):
+        next(operands)
+    return x, next(operands) if "norm" in steps else None
+
+
 def restated_heads(op: Op, *operands: Tensor) -> Built:
     """What state_heads makes of an op of kind fused_heads: of its attributes, and of what it reads
     and then what it writes. ProgramError for operands that its steps do not take.
@@ -145,11 +157,8 @@ def _stated(op: Op) -> HeadsOp:
     sequences = next(names) if several else ""
     parts = []
     for steps, write in zip(stated, op.writes, strict=True):
-        x = next(names)
-        if steps != ("append",):
-            next(names)
-        weight = next(names) if "norm" in steps else ""
-        parts.append(HeadPart(x=x, weight=weight, out=write.tensor, steps=steps))
+        x, weight = next_heads(names, steps)
+        parts.append(HeadPart(x=x, weight=weight or "", out=write.tensor, steps=steps))
     return HeadsOp(
         parts=tuple(parts),
         positions=positions,

@@ -129,9 +129,9 @@ class CapturedHost:
         after: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
         """Runs the program a few times, on copies of its states, then captures it once, so that no
-        graph holds two runs. memory: by
-        default its own. copy_states: False where extra runs do no harm. before, after: queue what
-        each replay does first and, with the program's outputs, last; the graph keeps it.
+        graph holds two runs. memory: by default its own. copy_states: False where extra runs do no
+        harm. before, after: queue what each replay does first and, with the program's outputs,
+        last; the graph keeps it.
 
         Every rank of the mesh captures at the same point of its program. ProgramError for what
         can't be captured.
