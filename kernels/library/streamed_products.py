@@ -37,6 +37,7 @@ from distmega.kernels.library.streamed_tiles import (
     StreamedProduct,
     StreamedTiles,
     choose_streamed,
+    is_measured,
 )
 from distmega.kernels.pipelined.pointwise.formula import evaluate
 from distmega.kernels.runtime.ahead import launch
@@ -62,6 +63,12 @@ def _sum_of(boxes: tuple[int, ...]) -> int:
     return sum(boxes)
 
 
+@triton.constexpr_function
+def sums_layout(box: int) -> gl.NVMMADistributedLayout:
+    """Of a block of results."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, box, 16])
+
+
 @gluon.jit
 def ring_of(w, number: gl.constexpr, box: gl.constexpr, terms: gl.constexpr):
     """Shared memory for `number` blocks of a weight."""
@@ -71,8 +78,7 @@ def ring_of(w, number: gl.constexpr, box: gl.constexpr, terms: gl.constexpr):
 @gluon.jit
 def zeros_of(box: gl.constexpr):
     """No sums yet, of a block of results."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, box, 16])
-    return gl.zeros([ROWS, box], gl.float32, layout=layout)
+    return gl.zeros([ROWS, box], gl.float32, layout=sums_layout(box))
 
 
 @gluon.jit
@@ -105,7 +111,7 @@ def add_products(x_ring, slot, ring, at, acc):
 @gluon.jit
 def store_block(block, out, bias, left, rows, columns, formula: gl.constexpr, box: gl.constexpr):
     """A block of results from column `left` on, with its bias and by its formula, if any."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, box, 16])
+    layout: gl.constexpr = sums_layout(box)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = left + gl.arange(0, box, layout=gl.SliceLayout(0, layout))
     if bias is not None:
@@ -206,6 +212,12 @@ def compile_streamed(op: Op, otherwise: OpFunction) -> OpFunction:
     shape = [math.prod(op.extents[n] for n in index.axes) for index in op.writes[0].dims]
     sums = {axis.name for axis in op.axes if axis.role == "reduce"}
     depth = math.prod(op.extents[n] for n in sums)
+    kept = {n for index in op.reads[1].dims for n in index.axes} - sums
+    columns = math.prod(op.extents[n] for n in kept)
+    rows, halves = math.prod(shape) // columns, 2 if mixes else 1
+    product = StreamedProduct(rows=rows, columns=columns, depth=depth, halves=halves)
+    if not is_measured(product):
+        return otherwise
 
     def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         x, *weights = operands
@@ -215,11 +227,6 @@ def compile_streamed(op: Op, otherwise: OpFunction) -> OpFunction:
         types = {each.dtype for each in operands}
         if len(known) < num_weights or types != {x.dtype} or not _takes(x, known):
             return otherwise(operands)
-        halves = 2 if mixes else 1
-        columns = known[0].shape[0] * num_weights // halves
-        product = StreamedProduct(
-            rows=x.numel() // depth, columns=columns, depth=depth, halves=halves
-        )
         tiles = choose_streamed(product, num_sms(x.device.index), (parts,))
         if tiles is None:
             return otherwise(operands)

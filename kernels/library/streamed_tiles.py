@@ -79,13 +79,18 @@ class StreamedProduct:
         return HALF_BYTES * self.halves * self.columns * self.depth
 
 
+def is_measured(product: StreamedProduct) -> bool:
+    """Whether it has rows and weights of those that were, which TMA can address."""
+    has_rows = LEAST_ROWS <= product.rows <= MOST_ROWS
+    return has_rows and product.weight_bytes > MOST_WEIGHT_BYTES and product.depth % ALIGNED == 0
+
+
 @cache
 def choose_streamed(
     product: StreamedProduct, num_sms: int, parts: Sequence[int] = (1,)
 ) -> StreamedTiles | None:
     """Tiles with one of these numbers of parts, if any."""
-    is_measured = LEAST_ROWS <= product.rows <= MOST_ROWS
-    if not is_measured or product.weight_bytes <= MOST_WEIGHT_BYTES or product.depth % ALIGNED:
+    if not is_measured(product):
         return None
     found = [
         (streamed_us(product, tiles, num_sms), sum(tiles.boxes), num, tiles)

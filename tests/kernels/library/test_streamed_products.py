@@ -13,7 +13,7 @@ from torch import Tensor
 from distmega.kernels.library import late, streamed_products
 from distmega.kernels.library.device_ops import KernelOps
 from distmega.kernels.library.streamed_products import NUMBERS, compile_streamed, multiply_streamed
-from distmega.kernels.library.streamed_tiles import StreamedTiles, make_tiles
+from distmega.kernels.library.streamed_tiles import StreamedProduct, StreamedTiles, make_tiles
 from distmega.program import expr
 from distmega.program.ops.parts import access_named, make_op
 from distmega.program.types import Axis, Op
@@ -108,6 +108,7 @@ def streamed_by_torch(
 
 @pytest.mark.parametrize("make", [split, mixed])
 def test_large_weights_that_are_known_are_streamed(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_products, "is_measured", lambda product: True)
     monkeypatch.setattr(streamed_products, "_takes", lambda x, weights: True)
     monkeypatch.setattr(streamed_products, "num_sms", lambda index: 132)
     monkeypatch.setattr(streamed_products, "choose_streamed", lambda product, sms, parts: (
@@ -141,10 +142,31 @@ def test_only_weights_that_nobody_writes_are_read_early(
     assert given == ["y"]
 
 
+@pytest.mark.parametrize(("make", "halves"), [(linear, 1), (split, 1), (mixed, 2)])
+def test_products_that_were_not_measured_stay_the_librarys(
+    make, halves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked of them when they run."""
+    asked: list[StreamedProduct] = []
+
+    def is_measured(product: StreamedProduct) -> bool:
+        asked.append(product)
+        return False
+
+    monkeypatch.setattr(streamed_products, "is_measured", is_measured)
+
+    def otherwise(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return ()
+
+    assert compile_streamed(make(32, 64, 256), otherwise) is otherwise
+    assert asked == [StreamedProduct(rows=32, columns=64, depth=256, halves=halves)]
+
+
 def test_operands_that_tma_does_not_address_go_the_librarys_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A weight that would be copied is not known before; nor does a CPU have the kernel."""
+    monkeypatch.setattr(streamed_products, "is_measured", lambda product: True)
     monkeypatch.setattr(streamed_products, "is_hopper", lambda index: True)
     op, told = linear(32, 64, 256), (torch.zeros(1),)
     run = compile_streamed(op, lambda operands: told)
