@@ -17,6 +17,7 @@ from distmega.errors import HangError, RequestError, argument, counted
 from distmega.hostir.run.cuda_graph import CapturedHost, capture_on_ranks, one_run
 from distmega.hostir.run.deadline import await_event
 from distmega.hostir.run.evaluator import Evaluator
+from distmega.kernels.library import late as kernels
 from distmega.kernels.runtime import late
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.runtime.stepping import NO_SAMPLE_INPUTS
@@ -26,6 +27,8 @@ from distmega.trace_file import Span
 logger = logging.getLogger(__name__)
 
 NEXT = "next"
+MOST_KEPT = 256
+"""Steps whose tokens stay on the device until they are copied."""
 
 
 class LibrarySteps:
@@ -52,6 +55,8 @@ class LibrarySteps:
             3, batch, dtype=torch.int64, device=evaluator.device
         )
         self._tokens, self._positions = tokens, positions
+        self._kept = torch.zeros(MOST_KEPT, batch, dtype=torch.int64, device=evaluator.device)
+        self._num_kept = torch.zeros(1, dtype=torch.int64, device=evaluator.device)
         self._given = {**given, "tokens": tokens, "positions": positions}
         self._num = batch
         self._captures = evaluator.device.type == "cuda"
@@ -106,13 +111,14 @@ class LibrarySteps:
 
     def run_steps(self, num_steps: int) -> Tensor:
         """See SteppingRunner."""
-        rows = torch.empty((num_steps, *self._tokens.shape), dtype=torch.int64,
-                           device=self._tokens.device)  # fmt: skip
-        for row in rows:
-            found = self._step()[NEXT]
-            torch._foreach_copy_((row, self._tokens), (found, found))
-            self._positions.add_(self._counted)
-        return rows[:, : self._num]
+        found = []
+        for first in range(0, num_steps, MOST_KEPT):
+            num = min(MOST_KEPT, num_steps - first)
+            self._num_kept.zero_()
+            for _ in range(num):
+                self._step()
+            found.append(self._kept[:num, : self._num].clone())
+        return torch.cat(found) if len(found) > 1 else found[0]
 
     def trace(self, num_steps: int) -> list[Span]:
         """RequestError: a graph takes no stamps."""
@@ -146,13 +152,28 @@ class LibrarySteps:
         """Waits for other ranks have no end of their own; see await_launch."""
 
     def _step(self) -> Mapping[str, Tensor]:
-        """Outputs of a step from the tokens and positions that are there."""
+        """Outputs of a step from the tokens and positions that are there, which go on."""
         if self._captures and self._graph is None:
             self._graph = self._capture()
-        outputs = self._graph.run({}) if self._graph else self._evaluator.run(self._given)
+        if self._graph is not None:
+            outputs: Mapping[str, Tensor] = self._graph.run({})
+        else:
+            outputs = self._evaluator.run(self._given)
+            self._end_step(outputs)
         if PEAKS in outputs:
             self.logits = outputs[PEAKS][:, None]
         return outputs
+
+    def _end_step(self, outputs: Mapping[str, Tensor]) -> None:
+        """What a step ends with."""
+        found, kept, number = outputs[NEXT], self._kept, self._num_kept
+        if self._tokens.is_cuda and has_triton():
+            kernels.end_step(found, self._tokens, self._positions, self._counted, kept, number)
+            return
+        kept[number.clamp(max=len(kept) - 1)] = found
+        number += 1
+        self._tokens.copy_(found)
+        self._positions.add_(self._counted)
 
     @gc_paused  # compilers make a million objects
     def _capture(self) -> CapturedHost | None:
@@ -164,7 +185,12 @@ class LibrarySteps:
         captured, problem = capture_on_ranks(
             self._evaluator.comm,
             next(iter(self._evaluator.graph_breaks), ""),
-            lambda: CapturedHost(self._evaluator, self._given, copy_states=self._copies_states),
+            lambda: CapturedHost(
+                self._evaluator,
+                self._given,
+                copy_states=self._copies_states,
+                after=self._end_step,
+            ),
         )
         if problem:
             self._captures = False

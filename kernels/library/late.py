@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from distmega.kernels.library.row_steps import run_rows
     from distmega.kernels.library.short_attention import compile_attend
     from distmega.kernels.library.step_attention import attend_step
+    from distmega.kernels.library.step_ends import end_step
     from distmega.kernels.library.streamed_products import compile_streamed
     from distmega.kernels.library.tiled_products import compile_product
     from distmega.kernels.library.weighted_rows import add_weighted_rows
@@ -35,6 +36,7 @@ __all__ = [
     "compile_route",
     "compile_streamed",
     "compile_top_k",
+    "end_step",
     "grouped_linear",
     "mix_groups",
     "move_heads",

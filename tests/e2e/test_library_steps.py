@@ -1,5 +1,6 @@
 """Decode steps of more sequences than the decode kernel takes: library ops that feed themselves."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -107,11 +108,22 @@ def test_a_step_is_one_replay_of_a_graph(copies: bool, monkeypatch: pytest.Monke
 
     class Graph:
         def __init__(
-            self, evaluator: Evaluator, given: dict[str, Tensor], *, copy_states: bool
+            self,
+            evaluator: Evaluator,
+            given: dict[str, Tensor],
+            *,
+            copy_states: bool,
+            after: Callable[[Mapping[str, Tensor]], None],
         ) -> None:
             assert copy_states == copies
             calls.append("capture")
-            self.run = lambda inputs: (calls.append("replay"), evaluator.run(given))[1]
+            self.evaluator, self.given, self.after = evaluator, given, after
+
+        def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            calls.append("replay")
+            outputs = self.evaluator.run(self.given)
+            self.after(outputs)
+            return outputs
 
     monkeypatch.setattr(library_steps, "CapturedHost", Graph)
     monkeypatch.setattr(Evaluator, "graph_breaks", ())
@@ -122,7 +134,7 @@ def test_a_step_is_one_replay_of_a_graph(copies: bool, monkeypatch: pytest.Monke
     steps = LibrarySteps(evaluator, given, BATCH, limit_s=10.0, copy_states=copies)
     steps._captures = True
     steps.start([1] * BATCH, [0] * BATCH)
-    steps.run_steps(3)
+    tokens = steps.run_steps(3)
     zeros = torch.zeros(BATCH, dtype=torch.int64)
     found = steps.run({"tokens": zeros, "positions": zeros})
     assert calls == ["capture", *["replay"] * 4]
@@ -131,3 +143,7 @@ def test_a_step_is_one_replay_of_a_graph(copies: bool, monkeypatch: pytest.Monke
     assert not reads_states_early()
     with pytest.raises(RequestError, match="a trace of 3 steps by library ops"):
         steps.trace(3)
+    monkeypatch.setattr(library_steps, "MOST_KEPT", 2)
+    plain = LibrarySteps(evaluator, given, BATCH, limit_s=10.0)
+    plain.start([1] * BATCH, [0] * BATCH)
+    assert torch.equal(plain.run_steps(3), tokens), "also where tokens are copied between steps"
