@@ -36,11 +36,17 @@ HIGHEST = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
+def order_of(x):
+    """i32 numbers in the order of float32 elements: NaN is the largest, zeros are equal."""
+    # a GPU's sum is no zero below zero, and of what is no number the one NaN without a sign
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & HIGHEST)
+
+
+@triton.jit
 def key_of(x, index):
-    """i64 keys of float32 elements at places `index`: NaN is the largest, zeros are equal."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & HIGHEST)
-    order = tl.where(x == x, order, HIGHEST)
+    """i64 keys of float32 elements at places `index`."""
+    order = tl.where(x == x, order_of(x), HIGHEST)
     return (order.to(tl.int64) << 32) | (index ^ HIGHEST).to(tl.int64)
 
 
@@ -55,7 +61,10 @@ def find_in_parts(x, keys, n, row_stride, columns: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     column = part * columns + tl.arange(0, columns)
     found = tl.load(x + row * row_stride + column, mask=column < n, other=float("-inf"))
-    key = tl.max(key_of(found.to(tl.float32), column), 0)
+    order = order_of(found.to(tl.float32))
+    most = tl.max(order, 0)
+    first = tl.min(tl.where(order == most, column, HIGHEST), 0)
+    key = (most.to(tl.int64) << 32) | (first ^ HIGHEST).to(tl.int64)
     tl.store(keys + row * tl.num_programs(0) + part, key)
 
 
