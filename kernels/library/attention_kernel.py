@@ -41,7 +41,7 @@ CLEARED = gl.constexpr(32)
 """Rows of values at a time, of those that are looked through for keys that no row sees."""
 FIELDS = gl.constexpr(6)
 """Numbers by which the loader tells a warp group its part of an item."""
-NUMBERS = ("num_sequences", "context", "kv_heads", "row_stride", "window")
+NUMBERS = ("num_sequences", "context", "kv_heads", "window")
 """Arguments that one compiled kernel takes at any value."""
 
 
@@ -356,7 +356,7 @@ def attend_block(q, scores, weights, acc, total, most, it, block, adds, steps, a
 
 
 @gluon.jit
-def store_rows(acc, total, buffer, out, line, num_rows, head, row_stride, spec: gl.constexpr):
+def store_rows(acc, total, buffer, out, line, num_rows, head, packed, spec: gl.constexpr):
     """A tile of results, of rows before num_rows, through the memory of its queries. line: first
     row of the tile.
     """
@@ -371,13 +371,15 @@ def store_rows(acc, total, buffer, out, line, num_rows, head, row_stride, spec: 
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.expand_dims(gl.arange(0, dim, layout=gl.SliceLayout(0, layout)), 0)
-    offsets = gl.expand_dims((line + rows).to(gl.int64) * row_stride, 1) + head * spec.dim + columns
-    inside = gl.expand_dims(rows < num_rows, 1) & (columns < spec.dim)
+    # from a number of heads, so that 16 bytes a thread are known to lie at a multiple of that
+    heads = (line + rows).to(gl.int64) * (packed.kv_heads * spec.group) + head
+    offsets = gl.expand_dims(heads * dim, 1) + columns
+    inside = gl.expand_dims(rows < num_rows, 1) & (columns < dim)
     gl.store(out + offsets, buffer.load(layout), mask=inside)
 
 
 @gluon.jit
-def compute_items(out, packed, row_stride, scale, ring, half: gl.constexpr, spec: gl.constexpr):
+def compute_items(out, packed, scale, ring, half: gl.constexpr, spec: gl.constexpr):
     """A warp group's partition. Arguments as attend_kernel."""
     dim: gl.constexpr = spec.dim
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -430,7 +432,7 @@ def compute_items(out, packed, row_stride, scale, ring, half: gl.constexpr, spec
         acc = start_values(weights, acc, it - 1, last > first, ring, spec)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(ring.values_free.index((it - 1) % spec.stages), count=1)
-        store_rows(acc, total, q, out, line, num_rows, head, row_stride, spec)
+        store_rows(acc, total, q, out, line, num_rows, head, packed, spec)
         fence_async_shared()
         cta_barrier()
         mbarrier.arrive(ring.queries_free.index(slot), count=1)
@@ -440,13 +442,12 @@ def compute_items(out, packed, row_stride, scale, ring, half: gl.constexpr, spec
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def attend_kernel(q, keys, values, out, taken, starts, positions, num_sequences, context, kv_heads,
-                  row_stride, window, scale, spec: gl.constexpr):  # fmt: skip
+                  window, scale, spec: gl.constexpr):  # fmt: skip
     """Of local memory. Descriptors, read: q, bf16 [m, heads * dim] in blocks of [64, dim]; keys,
     values, the caches, bf16 [sequences * kv_heads * context, dim] in blocks of [128, dim]. out:
-    bf16 [m, heads, dim], row_stride elements a row, written. taken: i32 [1], zero before, items
-    that loaders took behind their first ones. starts, positions, num_sequences, context, kv_heads,
-    window: see Packed. scale: of scores, in powers of two, above 0. spec: see
-    AttentionSpec.
+    bf16 [m, heads, dim], contiguous, written. taken: i32 [1], zero before, items that loaders took
+    behind their first ones. starts, positions, num_sequences, context, kv_heads, window: see
+    Packed. scale: of scores, in powers of two, above 0. spec: see AttentionSpec.
     """
     stages: gl.constexpr = spec.stages
     dim: gl.constexpr = spec.dim
@@ -468,8 +469,8 @@ def attend_kernel(q, keys, values, out, taken, starts, positions, num_sequences,
     packed = Packed(starts, positions, num_sequences, context, kv_heads, window)
     gl.warp_specialize(
         [
-            (compute_items, (out, packed, row_stride, scale, ring, 0, spec)),
-            (compute_items, (out, packed, row_stride, scale, ring, 1, spec)),
+            (compute_items, (out, packed, scale, ring, 0, spec)),
+            (compute_items, (out, packed, scale, ring, 1, spec)),
             (load_items, (q, keys, values, taken, packed, ring, spec)),
         ],
         [4, 1],

@@ -247,7 +247,7 @@ def attend_by_groups(
     )
     launch(
         attend_kernel, (num_sms(q.device.index),), *descriptors, out, taken, starts, positions,
-        starts.shape[0] - 1, k_cache.shape[-2], kv_heads, kv_heads * group * dim, window,
+        starts.shape[0] - 1, k_cache.shape[-2], kv_heads, window,
         scale * LOG2_E, spec=spec, num_warps=4,
     )  # fmt: skip
     return out

@@ -54,7 +54,9 @@ TMA_TERMS = gl.constexpr(64)
 """That a row of a block has where TMA brings it in one piece."""
 SHARED = gl.NVMMASharedLayout(128, 16, 2)
 HALVES = (torch.bfloat16, torch.float16)
-NUMBERS = ("k_tiles", "rows", "columns", "lower")
+MOST_UNIT = 8
+"""Of columns: 16 bytes of a half type."""
+NUMBERS = ("k_tiles", "rows", "units", "lower")
 """Arguments that one compiled kernel takes at any value."""
 
 
@@ -67,6 +69,14 @@ def _sum_of(boxes: tuple[int, ...]) -> int:
 def sums_layout(box: int) -> gl.NVMMADistributedLayout:
     """Of a block of results."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, box, 16])
+
+
+@triton.constexpr_function
+def stored_layout(box: int, item_bits: int) -> gl.BlockedLayout:
+    """Of a block of results where it is written: 16 bytes a thread, whole rows a warp."""
+    items = 128 // item_bits
+    threads = box // items
+    return gl.BlockedLayout([1, items], [32 // threads, threads], [4, 1], [1, 0])
 
 
 @gluon.jit
@@ -111,34 +121,38 @@ def add_products(x_ring, slot, ring, at, acc):
 @gluon.jit
 def store_block(block, out, bias, left, rows, columns, formula: gl.constexpr, box: gl.constexpr):
     """A block of results from column `left` on, with its bias and by its formula, if any."""
-    layout: gl.constexpr = sums_layout(box)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    column = left + gl.arange(0, box, layout=gl.SliceLayout(0, layout))
     if bias is not None:
+        column = left + gl.arange(0, box, layout=gl.SliceLayout(0, sums_layout(box)))
         shift = gl.load(bias + column, mask=column < columns, other=0.0).to(gl.float32)
         block += gl.expand_dims(shift, 0)
     if formula is not None:
         block = evaluate(formula, (block,))
+    kind: gl.constexpr = out.dtype.element_ty
+    layout: gl.constexpr = stored_layout(box, kind.primitive_bitwidth)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    column = left + gl.arange(0, box, layout=gl.SliceLayout(0, layout))
     inside = gl.expand_dims(row < rows, 1) & gl.expand_dims(column < columns, 0)
     to = out + gl.expand_dims(row * columns, 1) + gl.expand_dims(column, 0)
-    gl.store(to, block.to(out.dtype.element_ty), mask=inside)
+    gl.store(to, gl.convert_layout(block.to(kind), layout), mask=inside)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
-def multiply_streamed(x, w0, w1, w2, other0, other1, other2, bias, out, k_tiles, rows, columns,
-                      lower, boxes: gl.constexpr, halves: gl.constexpr, terms: gl.constexpr,
-                      stages: gl.constexpr, x_rows: gl.constexpr, mixes: gl.constexpr,
-                      formula: gl.constexpr, early: gl.constexpr):  # fmt: skip
+def multiply_streamed(x, w0, w1, w2, other0, other1, other2, bias, out, k_tiles, rows, units,
+                      lower, unit: gl.constexpr, boxes: gl.constexpr, halves: gl.constexpr,
+                      terms: gl.constexpr, stages: gl.constexpr, x_rows: gl.constexpr,
+                      mixes: gl.constexpr, formula: gl.constexpr, early: gl.constexpr):  # fmt: skip
     """Tile program_id(0) of out, of the sum of `boxes` columns, and part program_id(1) of the sums.
 
     Descriptors of local memory, read: x [rows, sums] in blocks of x_rows x 64; w0 to w2, the weight
     [columns, sums], in blocks of as many rows as `boxes` says, side by side in a tile, and `terms`;
     other0 to other2, where `halves` is 2, the same of the weight that begins `lower` rows behind.
     None for those that there aren't. bias: [columns], read, or None. out: [parts, rows, columns],
-    contiguous, written: f32 where there are several parts. k_tiles: of `terms`, of a part. mixes:
-    formula of a result and the other weight's, where there is one; formula: of each result, or
-    None. stages: slots of the ring. early: weights are read before what is in front has ended.
+    contiguous, written: f32 where there are several parts. k_tiles: of `terms`, of a part. units:
+    of `unit` columns, which are written at once. mixes: formula of a result and the other weight's,
+    where there is one; formula: of each result, or None. stages: slots of the ring. early: weights
+    are read before what is in front has ended.
     """
+    columns = units * unit
     width: gl.constexpr = _sum_of(boxes)
     num_products: gl.constexpr = halves * len(boxes)
     ws, others = (w0, w1, w2), (other0, other1, other2)
@@ -189,6 +203,7 @@ def multiply_streamed(x, w0, w1, w2, other0, other1, other2, bias, out, k_tiles,
     accs = warpgroup_mma_wait(num_outstanding=0, deps=accs)
     if num_products == 1:
         accs = (accs,)
+    cta_barrier()  # all warps have read the slots, whose memory results go through
     out += gl.program_id(1).to(gl.int64) * rows * columns
     left = top
     for i in gl.static_range(len(boxes)):
@@ -274,6 +289,7 @@ def stream_product(
     halves = 1 if mixes is None else 2
     columns = sum(w.shape[0] for w in weights) // halves
     parts, boxes, terms = tiles.parts, tiles.boxes, tiles.terms
+    unit = math.gcd(columns, MOST_UNIT)
     x_rows = MOST_ROWS // 2 if rows <= MOST_ROWS // 2 else MOST_ROWS
     if parts > 1:
         out = torch.empty((parts, rows, columns), dtype=torch.float32, device=x.device)
@@ -283,8 +299,8 @@ def stream_product(
         multiply_streamed, (-(-columns // sum(boxes)), parts),
         _blocks(tma_rows(x), x_rows, TMA_TERMS.value), *_all_blocks(weights[0], boxes, terms),
         *_all_blocks(weights[-1], boxes[: None if halves == 2 else 0], terms), bias, out,
-        -(-depth // (terms * parts)), rows, columns, columns if len(weights) < halves else 0,
-        boxes=boxes, halves=halves, terms=terms, stages=tiles.stages, x_rows=x_rows,
+        -(-depth // (terms * parts)), rows, columns // unit,
+        columns if len(weights) < halves else 0, unit=unit, boxes=boxes, halves=halves, terms=terms, stages=tiles.stages, x_rows=x_rows,
         mixes=mixes, formula=formula, early=reads_constants_early(), num_warps=4,
         launch_pdl=True,
     )  # fmt: skip

@@ -28,6 +28,12 @@ def vector_accesses(code: str) -> bool:
     return bool(lines) and all(re.search(r"\.v[24]\.b32", line) for line in lines)
 
 
+def stored_bytes(code: str) -> set[int]:
+    """Of a thread, at once, by the plain stores to global memory."""
+    found = re.findall(r"\bst\.global(?:\.v(\d))?\.[a-z](\d+)", code)
+    return {int(num or 1) * int(bits) // 8 for num, bits in found}
+
+
 def plain_spins(code: str) -> list[str]:
     """Plain loads that a loop repeats from one address: the compiler may read once and spin on a
     register. Loads that are relaxed, acquire or volatile are as they should be.

@@ -17,6 +17,7 @@ from distmega.kernels.library.attention_kernel import (
 )
 from distmega.kernels.library.packed_attention import STAGES
 from tests.kernels.gluon_threads import Descriptor, Pointer, run_kernel
+from tests.kernels.ptx import stored_bytes
 from tests.kernels.sm90 import SHARED_BYTES, compile_kernel, descriptor
 
 
@@ -63,7 +64,6 @@ def error_of(
             "num_sequences": len(lengths),
             "context": context,
             "kv_heads": kv_heads,
-            "row_stride": kv_heads * spec.group * spec.dim,
             "window": window,
             "scale": spec.dim**-0.5 / math.log(2),
             "spec": spec,
@@ -135,3 +135,4 @@ def test_products_run_beside_exponentials_and_nothing_spills(dim: int, group: in
     before = loop.split("wgmma.wait_group.sync.aligned 0;")[0]
     assert before.count("ex2.approx") == KEYS.value // 2 + 2
     assert "mbarrier.try_wait" in before
+    assert stored_bytes(code.ptx) == {16}

@@ -17,7 +17,7 @@ from distmega.kernels.library.streamed_tiles import StreamedProduct, StreamedTil
 from distmega.program import expr
 from distmega.program.ops.parts import access_named, make_op
 from distmega.program.types import Axis, Op
-from tests.kernels.ptx import TMA
+from tests.kernels.ptx import TMA, stored_bytes
 from tests.kernels.sm90 import SHARED_BYTES, Machine, compile_kernel, descriptor
 
 SILU = expr.parse("silu(a0) * a1")
@@ -30,6 +30,7 @@ def compiled(
     formula: str = "",
     x_rows: int = 64,
     early: bool = True,
+    unit: int = 8,
 ) -> Machine:
     tiles = make_tiles(halves, width, parts)
     types: dict[str, object] = dict.fromkeys(NUMBERS, "i32")
@@ -42,7 +43,7 @@ def compiled(
         types["bias"] = "*bf16"
     constants = {
         "boxes": tiles.boxes, "halves": halves, "terms": tiles.terms, "stages": tiles.stages,
-        "x_rows": x_rows, "early": early,
+        "x_rows": x_rows, "early": early, "unit": unit,
         "mixes": SILU if halves == 2 else None, "formula": expr.parse(formula) if formula else None,
     }  # fmt: skip
     return compile_kernel(multiply_streamed, types, constants, 4, None)
@@ -65,12 +66,18 @@ def test_weights_are_asked_for_before_the_wait_and_x_behind_it(
     pieces_of_x = (tiles.stages + 1) * tiles.terms // 64
     assert late.count(TMA) == pieces_of_x + halves * len(tiles.boxes)
     assert not re.search(r"\b(?:ld|st)\.global", early)
+    assert stored_bytes(late) == {16}
 
 
 def test_where_nothing_is_read_early_all_is_read_behind_the_wait() -> None:
     before, behind = compiled(1, 64, early=False).ptx.split("griddepcontrol.wait")
     assert TMA not in before
     assert TMA in behind
+
+
+def test_columns_of_odd_numbers_are_written_one_by_one() -> None:
+    assert stored_bytes(compiled(1, 64, unit=1).ptx) == {2}
+    assert stored_bytes(compiled(1, 64, unit=4).ptx) == {8}
 
 
 def linear(rows: int, columns: int, depth: int) -> Op:
