@@ -300,9 +300,9 @@ def stream_product(
         _blocks(tma_rows(x), x_rows, TMA_TERMS.value), *_all_blocks(weights[0], boxes, terms),
         *_all_blocks(weights[-1], boxes[: None if halves == 2 else 0], terms), bias, out,
         -(-depth // (terms * parts)), rows, columns // unit,
-        columns if len(weights) < halves else 0, unit=unit, boxes=boxes, halves=halves, terms=terms, stages=tiles.stages, x_rows=x_rows,
-        mixes=mixes, formula=formula, early=reads_constants_early(), num_warps=4,
-        launch_pdl=True,
+        columns if len(weights) < halves else 0, unit=unit, boxes=boxes, halves=halves,
+        terms=terms, stages=tiles.stages, x_rows=x_rows, mixes=mixes, formula=formula,
+        early=reads_constants_early(), num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return out
 

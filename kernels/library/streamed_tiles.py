@@ -13,7 +13,7 @@ from functools import cache
 from distmega.kernels.library.small_tiles import ALIGNED, MOST_WEIGHT_BYTES
 
 LEAST_ROWS, MOST_ROWS = 17, 64
-MOST_WAVES = 2
+MOST_WAVES = 16
 """Of programs, one an SM at a time."""
 TERMS = (128, 64)
 """Of the sums, in a slot of the ring: the first of which LEAST_STAGES slots find room. Fewer steps
@@ -29,26 +29,28 @@ MOST_WIDTH = 256
 """Columns of a tile, those of two weights counted together: what registers hold."""
 PARTS = (1, 2, 4)
 HALF_BYTES = 2
-START_US = 1.545
+START_US = 2.12
 """Of a launch. This and all below was measured on an H200 in graphs of norms, products and norms of
 their sums, without the norms' time."""
-PROGRAM_US = 0.0068
+PROGRAM_US = 0.0053
 """Of each program."""
-MEMORY_BYTES_PER_US = 4.73e6
-IDLE_SHARE = 0.13
-"""Of the memory's time, added where all SMs are idle, less where some are not."""
-SM_BYTES_PER_US = 9.55e4
-X_SHARE = 0.52
+MEMORY_BYTES_PER_US = 4.74e6
+IDLE_SHARE, LAST_IDLE_SHARE = 0.093, 0.316
+"""Of the memory's time, added where all SMs are idle, less where some are not: of a single wave; of
+several, whose last one has fewer programs than SMs."""
+SM_BYTES_PER_US = 8.97e4
+X_SHARE = 0.132
 """Of x's bytes, what counts for an SM beside the weights'."""
-STEP_US, BOX_US = 0.06, 0.121
+STEP_US, BOX_US = 0.05, 0.128
 """Of a slot's step along the sum, and of each block of 128 terms of weight rows there."""
-OTHERS_SHARE = 0.137
+OTHERS_SHARE = 0.118
 """The longest of what the memory, an SM and its steps need counts whole, the others in part."""
-WRITTEN_BYTES_PER_US = 8.46e5
-LIBRARY_US, LIBRARY_TERM_US, LIBRARY_FORMULA_US = 4.06, 0.00035, 1.67
+WRITTEN_BYTES_PER_US, PARTS_BYTES_PER_US = 4.18e6, 1.64e6
+"""Of results, and of parts of them."""
+LIBRARY_US, LIBRARY_TERM_US, LIBRARY_FORMULA_US = 4.36, 0.00024, 1.26
 """Of torch's product in such a graph, besides its bytes: of any, of each term of the sums; and of a
 kernel for a formula of two."""
-LIBRARY_BYTES_PER_US = 4.275e6
+LIBRARY_BYTES_PER_US, LIBRARY_WRITTEN_BYTES_PER_US = 4.29e6, 1.6e6
 MOST_LOSS = 1.05
 """Of a streamed product: kernels on either side of it that begin early are faster beside it."""
 
@@ -107,25 +109,31 @@ def streamed_us(product: StreamedProduct, tiles: StreamedTiles, num_sms: int) ->
     programs = num_programs(product.columns, tiles)
     waves = num_waves(product.columns, tiles, num_sms)
     idle = 1 - programs / (waves * num_sms)
+    idle_share = IDLE_SHARE if waves == 1 else LAST_IDLE_SHARE
     terms = waves * product.depth / tiles.parts
     rows = product.halves * sum(tiles.boxes) + X_SHARE * product.rows
     boxes_us = BOX_US * product.halves * len(tiles.boxes) * tiles.terms / 128
     times = (
-        product.weight_bytes / MEMORY_BYTES_PER_US * (1 + IDLE_SHARE * idle),
+        product.weight_bytes / MEMORY_BYTES_PER_US * (1 + idle_share * idle),
         HALF_BYTES * terms * rows / SM_BYTES_PER_US,
         terms / tiles.terms * (STEP_US + boxes_us),
     )
     read_us = max(times) + OTHERS_SHARE * (sum(times) - max(times))
-    item_bytes = 2 * HALF_BYTES if tiles.parts > 1 else HALF_BYTES
-    written = item_bytes * tiles.parts * product.rows * product.columns
-    return START_US + PROGRAM_US * programs + read_us + written / WRITTEN_BYTES_PER_US
+    results = product.rows * product.columns
+    if tiles.parts > 1:
+        written_us = 2 * HALF_BYTES * tiles.parts * results / PARTS_BYTES_PER_US
+    else:
+        written_us = HALF_BYTES * results / WRITTEN_BYTES_PER_US
+    return START_US + PROGRAM_US * programs + read_us + written_us
 
 
 def library_us(product: StreamedProduct) -> float:
     """Predicted time of torch's product, and of the formula of two."""
     formula_us = LIBRARY_FORMULA_US * (product.halves > 1)
     terms_us = LIBRARY_TERM_US * product.depth
-    return LIBRARY_US + terms_us + formula_us + product.weight_bytes / LIBRARY_BYTES_PER_US
+    written = HALF_BYTES * product.rows * product.halves * product.columns
+    bytes_us = product.weight_bytes / LIBRARY_BYTES_PER_US + written / LIBRARY_WRITTEN_BYTES_PER_US
+    return LIBRARY_US + terms_us + formula_us + bytes_us
 
 
 def num_programs(columns: int, tiles: StreamedTiles) -> int:

@@ -6,6 +6,7 @@ from distmega.kernels.library.streamed_tiles import (
     LEAST_ROWS,
     LEAST_STAGES,
     MOST_ROWS,
+    MOST_WAVES,
     MOST_WIDTH,
     PARTS,
     WIDTHS,
@@ -20,46 +21,59 @@ from tests.kernels.sm90 import SHARED_BYTES
 NUM_SMS = 132
 MEASURED = {
     (17, 4096, 4096, 1): (
-        {(64, 2): 13.8, (96, 2): 14.0, (64, 1): 14.2, (32, 1): 14.3, (80, 2): 14.3},
-        15.4,
+        {(64, 2): 13.7, (96, 2): 13.8, (64, 1): 13.9, (32, 1): 14.0, (80, 2): 14.2},
+        15.3,
     ),
     (64, 4096, 4096, 1): (
-        {(32, 1): 15.4, (64, 2): 15.7, (64, 1): 16.0, (96, 2): 16.4, (80, 2): 16.6},
-        16.0,
+        {(64, 2): 14.4, (32, 1): 14.8, (64, 1): 15.0, (96, 2): 15.1, (80, 2): 15.2},
+        16.1,
     ),
     (32, 6144, 4096, 1): (
-        {(64, 1): 19.1, (128, 2): 19.2, (96, 2): 19.4, (48, 1): 19.6, (112, 2): 19.9},
-        20.6,
-    ),
-    (17, 4096, 12288, 1): (
-        {(64, 2): 30.0, (96, 2): 30.6, (80, 2): 30.8, (128, 4): 31.1, (32, 1): 31.9},
-        32.4,
-    ),
-    (64, 4096, 12288, 1): (
-        {(32, 1): 32.6, (64, 2): 32.8, (80, 2): 34.2, (96, 2): 34.4, (64, 1): 34.9},
-        35.0,
-    ),
-    (32, 2048, 2048, 1): (
-        {(64, 2): 6.9, (64, 4): 7.1, (32, 2): 7.4, (96, 4): 7.6, (48, 2): 7.7},
-        8.4,
-    ),
-    (32, 3072, 8192, 1): (
-        {(64, 2): 18.5, (48, 2): 18.9, (128, 4): 19.2, (80, 2): 19.4, (96, 4): 19.5},
+        {(64, 1): 18.1, (128, 2): 18.6, (48, 1): 18.9, (96, 2): 19.1, (80, 1): 19.1},
         20.5,
     ),
-    (32, 8192, 28672, 1): (
-        {(64, 1): 115.8, (128, 2): 116.5, (96, 1): 121.3, (256, 4): 122.7, (160, 2): 123.2},
-        121.4,
+    (17, 4096, 12288, 1): (
+        {(64, 2): 29.5, (96, 2): 30.3, (80, 2): 30.4, (128, 4): 30.4, (32, 1): 31.6},
+        31.6,
     ),
-    (32, 12288, 4096, 2): ({(96, 1): 51.9, (128, 1): 52.3, (112, 1): 54.0}, 55.8),
-    (32, 14336, 4096, 2): ({(112, 1): 60.4, (128, 1): 61.0}, 68.3),
-    (32, 6144, 2048, 2): ({(64, 1): 16.6, (48, 1): 17.5, (80, 1): 19.4}, 20.0),
-    (32, 28672, 8192, 2): ({(112, 1): 221.8, (128, 1): 242.1}, 249.7),
-    (32, 6144, 4096, 2): ({(64, 1): 28.6, (48, 1): 29.3, (80, 1): 33.3}, 33.3),
+    (64, 4096, 12288, 1): (
+        {(64, 2): 31.2, (32, 1): 32.0, (80, 2): 32.5, (128, 4): 32.8, (96, 2): 32.9},
+        34.7,
+    ),
+    (32, 2048, 2048, 1): (
+        {(64, 2): 6.9, (64, 4): 7.2, (32, 2): 7.5, (96, 4): 7.7, (32, 1): 7.7},
+        8.3,
+    ),
+    (32, 3072, 8192, 1): (
+        {(64, 2): 18.2, (128, 4): 18.8, (48, 2): 18.9, (96, 4): 19.1, (80, 2): 19.2},
+        20.6,
+    ),
+    (32, 8192, 28672, 1): (
+        {(64, 1): 113.6, (128, 2): 114.5, (256, 4): 118.7, (96, 1): 119.1, (192, 2): 120.5},
+        116.4,
+    ),
+    (32, 12288, 4096, 2): ({(96, 1): 49.9, (128, 1): 49.9, (112, 1): 51.6}, 54.2),
+    (32, 14336, 4096, 2): ({(112, 1): 57.9, (128, 1): 61.5}, 62.2),
+    (32, 6144, 2048, 2): ({(64, 1): 15.7, (48, 1): 16.8, (80, 1): 18.1}, 19.9),
+    (32, 28672, 8192, 2): ({(112, 1): 214.6, (128, 1): 220.9}, 223.4),
+    (32, 6144, 4096, 2): ({(64, 1): 27.2, (48, 1): 28.1, (80, 1): 31.5}, 32.7),
+    (64, 151936, 4096, 1): (
+        {(192, 1): 292.4, (128, 1): 296.5, (96, 1): 299.5, (256, 1): 305.5, (112, 1): 306.7},
+        311.5,
+    ),
+    (64, 128256, 2048, 1): (
+        {(128, 1): 132.1, (96, 1): 132.9, (256, 1): 133.5, (112, 1): 135.3, (192, 1): 138.0},
+        145.0,
+    ),
+    (32, 151936, 1024, 1): ({(128, 1): 80.1, (96, 1): 80.5, (192, 1): 80.7, (256, 1): 81.3}, 83.2),
+    (64, 25600, 5120, 2): (
+        {(112, 1): 128.9, (128, 1): 132.8, (64, 1): 135.0, (96, 1): 152.0},
+        141.8,
+    ),
 }
 """Rows, columns, depth, weights -> us behind a norm on an H200, of one weight with the norm of its
-sums behind: by columns of a tile and parts of the sums, the best five, and of torch's product and
-what follows from it, whole or in parts."""
+sums behind; of more than 20000 columns two products, no norms: by columns of a tile and parts of
+the sums, the best five, and of torch's product and what follows from it, whole or in parts."""
 
 
 @pytest.mark.parametrize("extents", MEASURED)
@@ -70,7 +84,7 @@ def test_the_choice_is_near_the_best_measured(extents: tuple[int, int, int, int]
     tiles = choose_streamed(product, NUM_SMS, PARTS if halves == 1 else (1,))
     assert tiles is not None
     found_us = times[sum(tiles.boxes), tiles.parts]
-    assert found_us <= 1.1 * min(times.values())
+    assert found_us <= 1.07 * min(times.values())
     assert found_us < 1.02 * library_us
 
 
@@ -80,12 +94,12 @@ def test_the_choice_is_near_the_best_measured(extents: tuple[int, int, int, int]
         (LEAST_ROWS - 1, 4096, 12288),
         (MOST_ROWS + 1, 4096, 12288),
         (32, 1024, 3072),
-        (32, 151936, 4096),
+        (32, 600000, 4096),
         (32, 4096, 4100),
     ],
 )
 def test_others_are_the_librarys(rows: int, columns: int, depth: int) -> None:
-    """Too few rows or many, weights that are small, more tiles than an SM has in two turns,
+    """Too few rows or many, weights that are small, more tiles than an SM has in sixteen turns,
     rows that TMA can't address.
     """
     product = StreamedProduct(rows=rows, columns=columns, depth=depth)
@@ -116,9 +130,9 @@ def test_an_sm_holds_the_ring_of_any_tile() -> None:
                 assert tiles.stages * (slot_bytes + 8) <= SHARED_BYTES
 
 
-def test_an_sm_has_two_programs_at_most() -> None:
-    product = StreamedProduct(rows=32, columns=12288, depth=4096, halves=2)
-    for num_sms in (70, 100, 132):
+def test_an_sm_has_a_bounded_number_of_programs() -> None:
+    product = StreamedProduct(rows=32, columns=151936, depth=4096)
+    for num_sms in (100, 132):
         tiles = choose_streamed(product, num_sms)
         assert tiles is not None
-        assert num_programs(12288, tiles) <= 2 * num_sms
+        assert num_programs(151936, tiles) <= MOST_WAVES * num_sms
