@@ -12,7 +12,7 @@ def test_interpreted_ends_of_steps_are_torchs() -> None:
 
 
 def test_the_number_is_written_once_all_have_read_it() -> None:
-    tensors = ("found", "tokens", "positions", "counted", "kept", "number")
+    tensors = ("found", "ids", "positions", "counted", "kept", "number")
     types: dict[str, object] = dict.fromkeys(tensors, "*i64") | {"batch": "i32", "most": "i32"}
     code = compile_kernel(end_step_kernel, types, {"padded": 64}, 1, None)
     assert code.stack_bytes == 0
