@@ -38,16 +38,23 @@ def test_keys_come_by_tma_and_nothing_spills(dim: int, windowed: bool, capped: b
     assert "cp.async.bulk.tensor" in code.ptx
 
 
-def test_long_sequences_go_to_two_warp_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As is said; else by rows a sequence on average."""
+def test_long_sequences_and_many_items_go_to_two_warp_groups(monkeypatch: pytest.MonkeyPatch):
+    """Long as is said; else by rows a sequence on average. An item is 64 rows of two heads."""
     monkeypatch.setattr(packed_attention, "_takes", lambda *given: True)
     monkeypatch.setattr(packed_attention, "takes_groups", lambda q, scale: True)
+    monkeypatch.setattr(packed_attention, "num_sms", lambda index: 100)
     for name in ("attend_by_groups", "attend_by_tiles"):
         monkeypatch.setattr(packed_attention, name, lambda *given, name=name: name)
-    q, cache = torch.zeros(LONG * 2, 1, 1, 8), torch.zeros(16, 1, 4, 8)
-    rows, starts = torch.zeros(LONG * 2, dtype=torch.int64), torch.zeros(17, dtype=torch.int64)
-    given = q, cache, cache, rows, rows
-    ways = [attend_packed(*given, starts, 1.0, 0, is_long) for is_long in (None, False, True)]
-    assert ways == ["attend_by_tiles", "attend_by_tiles", "attend_by_groups"]
-    assert attend_packed(*given, starts[:3], 1.0) == "attend_by_groups"
-    assert attend_packed(*given, starts[:4], 1.0) == "attend_by_tiles"
+
+    def way(rows: int, heads: int, slots: int, is_long: bool | None = None) -> str:
+        q, cache = torch.zeros(rows, 1, heads, 8), torch.zeros(slots, 1, 4, 8)
+        index, starts = torch.zeros(rows, dtype=torch.int64), torch.zeros(slots + 1).long()
+        found = attend_packed(q, cache, cache, index, index, starts, 1.0, 0, is_long)
+        return str(found).removeprefix("attend_by_")
+
+    assert [way(2 * LONG, 2, 16, said) for said in (None, False, True)] == [
+        "tiles", "tiles", "groups",
+    ]  # fmt: skip
+    assert [way(2 * LONG, 2, slots) for slots in (2, 3)] == ["groups", "tiles"]
+    assert [way(64 * 20, heads, 8, False) for heads in (18, 20)] == ["tiles", "groups"]
+    assert [way(64 * 20, 20, slots, False) for slots in (10, 11)] == ["groups", "tiles"]
