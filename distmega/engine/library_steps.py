@@ -8,6 +8,7 @@ opening.py; next on the walk: steps_ahead.py.
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from distmega.errors import HangError, RequestError, argument, counted
 from distmega.hostir.run.cuda_graph import CapturedHost, capture_on_ranks, one_run
 from distmega.hostir.run.deadline import await_event
 from distmega.hostir.run.evaluator import Evaluator
-from distmega.kernels.library import late as kernels
+from distmega.kernels.library import late as library_late
 from distmega.kernels.runtime import late
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.kernels.runtime.stepping import NO_SAMPLE_INPUTS
@@ -29,6 +30,41 @@ logger = logging.getLogger(__name__)
 NEXT = "next"
 MOST_KEPT = 256
 """Steps whose tokens stay on the device until they are copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """What ends a step: the tokens that it chose are those of the next one, and are kept for the
+    host. It has tensors alone, so that a graph which has it keeps nothing else.
+
+    tokens, positions: i64 [batch], of the next step; counted: i64 [batch], how many positions each
+    sequence goes on; kept: i64 [MOST_KEPT, batch]; number: i64 [1], of the steps since begin(). Of
+    steps behind the last row of `kept` no tokens are.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    counted: Tensor
+    kept: Tensor
+    number: Tensor
+
+    def begin(self) -> None:
+        """The next step's tokens are the first that are kept."""
+        self.number.zero_()
+
+    def run(self, outputs: Mapping[str, Tensor]) -> None:
+        """outputs: of a step, by name."""
+        found, at = outputs[NEXT], self.number
+        if found.is_cuda and has_triton():
+            library_late.end_step(
+                found, self.tokens, self.positions, self.counted, self.kept, self.number
+            )
+            return
+        last = at.clamp(max=len(self.kept) - 1)
+        self.kept[last] = torch.where((at < len(self.kept))[:, None], found, self.kept[last])
+        at += 1
+        self.tokens.copy_(found)
+        self.positions.add_(self.counted)
 
 
 class LibrarySteps:
@@ -55,8 +91,9 @@ class LibrarySteps:
             3, batch, dtype=torch.int64, device=evaluator.device
         )
         self._tokens, self._positions = tokens, positions
-        self._kept = torch.zeros(MOST_KEPT, batch, dtype=torch.int64, device=evaluator.device)
-        self._num_kept = torch.zeros(1, dtype=torch.int64, device=evaluator.device)
+        kept = torch.zeros(MOST_KEPT, batch, dtype=torch.int64, device=evaluator.device)
+        number = torch.zeros(1, dtype=torch.int64, device=evaluator.device)
+        self._end = StepEnd(tokens, positions, self._counted, kept, number)
         self._given = {**given, "tokens": tokens, "positions": positions}
         self._num = batch
         self._captures = evaluator.device.type == "cuda"
@@ -111,14 +148,13 @@ class LibrarySteps:
 
     def run_steps(self, num_steps: int) -> Tensor:
         """See SteppingRunner."""
-        found = []
-        for first in range(0, num_steps, MOST_KEPT):
-            num = min(MOST_KEPT, num_steps - first)
-            self._num_kept.zero_()
-            for _ in range(num):
+        rows = torch.empty(num_steps, self._num, dtype=torch.int64, device=self._tokens.device)
+        for part in rows.split(MOST_KEPT):
+            self._end.begin()
+            for _ in range(len(part)):
                 self._step()
-            found.append(self._kept[:num, : self._num].clone())
-        return torch.cat(found) if len(found) > 1 else found[0]
+            part.copy_(self._end.kept[: len(part), : self._num])
+        return rows
 
     def trace(self, num_steps: int) -> list[Span]:
         """RequestError: a graph takes no stamps."""
@@ -152,36 +188,28 @@ class LibrarySteps:
         """Waits for other ranks have no end of their own; see await_launch."""
 
     def _step(self) -> Mapping[str, Tensor]:
-        """Outputs of a step from the tokens and positions that are there, which go on."""
+        """A step's outputs; its tokens and positions are the next one's."""
         if self._captures and self._graph is None:
             self._graph = self._capture()
         if self._graph is not None:
             outputs: Mapping[str, Tensor] = self._graph.run({})
         else:
             outputs = self._evaluator.run(self._given)
-            self._end_step(outputs)
+            self._end.run(outputs)
         if PEAKS in outputs:
             self.logits = outputs[PEAKS][:, None]
         return outputs
 
-    def _end_step(self, outputs: Mapping[str, Tensor]) -> None:
-        """What a step ends with."""
-        found, kept, number = outputs[NEXT], self._kept, self._num_kept
-        if self._tokens.is_cuda and has_triton():
-            kernels.end_step(found, self._tokens, self._positions, self._counted, kept, number)
-            return
-        kept[number.clamp(max=len(kept) - 1)] = found
-        number += 1
-        self._tokens.copy_(found)
-        self._positions.add_(self._counted)
-
     @gc_paused  # compilers make a million objects
     def _capture(self) -> CapturedHost | None:
         """The step as a graph; None, from then on, where that can't be."""
-        if has_triton() and not self._copies_states:
+        if has_triton():
             # kernels as the capture launches them
             with late.launching_nothing(self._evaluator.device), one_run(self.host):
-                self._evaluator.rehearse(self._given)
+                if self._tokens.is_cuda:
+                    self._end.run({NEXT: self._tokens})
+                if not self._copies_states:
+                    self._evaluator.rehearse(self._given)
         captured, problem = capture_on_ranks(
             self._evaluator.comm,
             next(iter(self._evaluator.graph_breaks), ""),
@@ -189,7 +217,7 @@ class LibrarySteps:
                 self._evaluator,
                 self._given,
                 copy_states=self._copies_states,
-                after=self._end_step,
+                after=self._end.run,
             ),
         )
         if problem:

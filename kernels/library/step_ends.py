@@ -19,8 +19,9 @@ from distmega.kernels.runtime.ahead import launch
 @triton.jit
 def end_step_kernel(found, ids, positions, counted, kept, number, batch, most,
                     padded: tl.constexpr):  # fmt: skip
-    """One program. found, counted: [batch], read; ids, positions: [batch], written; kept:
-    [most, batch], row `number` written; number: [1], written. All i64 and in local memory.
+    """One program. found, counted: [batch], read; ids: [batch], written; positions: [batch], read
+    and written; kept: [most, batch], row `number` written; number: [1], 0 where keeping begins,
+    read and written. All i64 and in local memory.
     """
     row = tl.arange(0, padded)
     there = row < batch
@@ -37,8 +38,8 @@ def end_step_kernel(found, ids, positions, counted, kept, number, batch, most,
 def end_step(
     found: Tensor, ids: Tensor, positions: Tensor, counted: Tensor, kept: Tensor, number: Tensor
 ) -> None:
-    """ids become `found`, positions those behind by `counted`, all [batch], and row `number`
-    [1] of kept [most, batch] `found`, if there is one; number becomes one more. Contiguous, i64.
+    """Sets ids to `found`, adds `counted` to positions, all [batch], copies `found` into row
+    `number` [1] of kept [most, batch], if there is one, and adds 1 to number. All contiguous, i64.
     """
     batch = len(ids)
     padded = triton.next_power_of_2(batch)

@@ -1,8 +1,11 @@
 """Decode steps of more sequences than the decode kernel takes: library ops that feed themselves."""
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from typing import ClassVar
 
 import pytest
 import torch
@@ -98,35 +101,45 @@ def test_numbers_that_are_none_are_seen_in_what_tokens_were_chosen_for():
     assert not steps.logits.isfinite().any()
 
 
-@pytest.mark.parametrize("copies", [False, True])
-def test_a_step_is_one_replay_of_a_graph(copies: bool, monkeypatch: pytest.MonkeyPatch):
-    """With a graph that counts its replays in place of a GPU's. copies: a capture runs on copies of
-    states.
-    """
-    evaluator, given = opened()
-    calls: list[str] = []
+class Graph:
+    """Stands for a GPU's, and counts what is captured and replayed."""
 
-    class Graph:
-        def __init__(
-            self,
-            evaluator: Evaluator,
-            given: dict[str, Tensor],
-            *,
-            copy_states: bool,
-            after: Callable[[Mapping[str, Tensor]], None],
-        ) -> None:
-            assert copy_states == copies
-            calls.append("capture")
-            self.evaluator, self.given, self.after = evaluator, given, after
+    calls: ClassVar[list[str]] = []
 
-        def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-            calls.append("replay")
-            outputs = self.evaluator.run(self.given)
-            self.after(outputs)
-            return outputs
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        given: dict[str, Tensor],
+        *,
+        copy_states: bool,
+        after: Callable[[Mapping[str, Tensor]], None],
+    ) -> None:
+        self.calls.append("capture of copies" if copy_states else "capture")
+        self.evaluator, self.given, self.after = evaluator, given, after
 
+    def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        self.calls.append("replay")
+        outputs = self.evaluator.run(self.given)
+        self.after(outputs)
+        return outputs
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of the graphs that stand for a GPU's from here on."""
     monkeypatch.setattr(library_steps, "CapturedHost", Graph)
     monkeypatch.setattr(Evaluator, "graph_breaks", ())
+    monkeypatch.setattr(Evaluator, "rehearse", lambda *given: None)
+    monkeypatch.setattr(Graph, "calls", [])
+    return Graph.calls
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_step_is_one_replay_of_a_graph(
+    copies: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """copies: a capture runs on copies of states."""
+    evaluator, given = opened()
     rehearsed: list[bool] = []
     monkeypatch.setattr(
         Evaluator, "rehearse", lambda *given: rehearsed.append(reads_states_early())
@@ -137,7 +150,7 @@ def test_a_step_is_one_replay_of_a_graph(copies: bool, monkeypatch: pytest.Monke
     tokens = steps.run_steps(3)
     zeros = torch.zeros(BATCH, dtype=torch.int64)
     found = steps.run({"tokens": zeros, "positions": zeros})
-    assert calls == ["capture", *["replay"] * 4]
+    assert calls == ["capture of copies" if copies else "capture", *["replay"] * 4]
     assert found["next"].shape == (BATCH,)
     assert rehearsed == [True] * (not copies and has_triton()), "as the capture launches kernels"
     assert not reads_states_early()
@@ -147,3 +160,23 @@ def test_a_step_is_one_replay_of_a_graph(copies: bool, monkeypatch: pytest.Monke
     plain = LibrarySteps(evaluator, given, BATCH, limit_s=10.0)
     plain.start([1] * BATCH, [0] * BATCH)
     assert torch.equal(plain.run_steps(3), tokens), "also where tokens are copied between steps"
+    assert plain.run_steps(0).shape == (0, BATCH)
+
+
+def test_steps_that_nobody_has_end_without_the_garbage_collector(calls: list[str]):
+    """A graph that knew its steps would keep weights and caches until the collector comes."""
+    evaluator, given = opened()
+    steps = LibrarySteps(evaluator, given, BATCH, limit_s=10.0)
+    steps._captures = True
+    steps.start([1] * BATCH, [0] * BATCH)
+    gc.collect()
+    gc.disable()
+    try:
+        steps.run_steps(1)
+        assert calls == ["capture", "replay"]
+        assert steps._graph is not None
+        left = weakref.ref(steps), weakref.ref(steps._graph), weakref.ref(evaluator)
+        del steps, evaluator, given
+        assert [ref() for ref in left] == [None] * 3
+    finally:
+        gc.enable()
