@@ -37,17 +37,23 @@ HIGHEST = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def order_of(x):
-    """i32 numbers in the order of float32 elements: NaN is the largest, zeros are equal."""
-    # a GPU's sum is no zero below zero, and of what is no number the one NaN without a sign
+    """i32 numbers in the order of float32 elements: zeros are equal, and on a GPU, whose sums have
+    one NaN, without a sign, that is the largest.
+    """
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & HIGHEST)
 
 
 @triton.jit
+def join_key(order, index):
+    """i64 keys of i32 numbers at places `index`: of equal numbers the first place's is larger."""
+    return (order.to(tl.int64) << 32) | (index ^ HIGHEST).to(tl.int64)
+
+
+@triton.jit
 def key_of(x, index):
     """i64 keys of float32 elements at places `index`."""
-    order = tl.where(x == x, order_of(x), HIGHEST)
-    return (order.to(tl.int64) << 32) | (index ^ HIGHEST).to(tl.int64)
+    return join_key(tl.where(x == x, order_of(x), HIGHEST), index)
 
 
 @triton.jit
@@ -64,8 +70,7 @@ def find_in_parts(x, keys, n, row_stride, columns: tl.constexpr):
     order = order_of(found.to(tl.float32))
     most = tl.max(order, 0)
     first = tl.min(tl.where(order == most, column, HIGHEST), 0)
-    key = (most.to(tl.int64) << 32) | (first ^ HIGHEST).to(tl.int64)
-    tl.store(keys + row * tl.num_programs(0) + part, key)
+    tl.store(keys + row * tl.num_programs(0) + part, join_key(most, first))
 
 
 @triton.jit
