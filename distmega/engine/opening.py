@@ -120,13 +120,11 @@ class Opener:
         """The decode steps. sample_inputs: how tokens are chosen, by name, a row a sequence."""
         return self._open_gpu(sample_inputs) if self.device.type == "cuda" else self._open_cpu()
 
-    def open_prompts(
-        self, host: HostProgram, proven: bool, is_long: bool
-    ) -> tuple[Evaluator, dict[str, Tensor]]:
+    def open_prompts(self, host: HostProgram, proven: bool) -> tuple[Evaluator, dict[str, Tensor]]:
         """A program of prompts, and the joined weights that it multiplies by. proven: it is one
-        that was proven, with other extents, which change no order. is_long: see KernelOps.
+        that was proven, with other extents, which change no order.
         """
-        evaluator = self._evaluator(host, {}, proven=proven, is_long=is_long)
+        evaluator = self._evaluator(host, {}, proven=proven)
         return evaluator, self.arenas.joined_weights(host)
 
     def _open_cpu(self) -> DecodeSteps:
@@ -172,9 +170,8 @@ class Opener:
         *,
         proven: bool = False,
         masked: bool = False,
-        is_long: bool | None = None,
     ) -> Evaluator:
-        """masked, is_long: see KernelOps."""
+        """masked: see KernelOps."""
         if not proven:
             self._prove(host)
         ops = None
@@ -185,7 +182,6 @@ class Opener:
                 rules=lambda: staged.rules,
                 groups=self.plan.options.expert_tiles,
                 device=self.device,
-                is_long=is_long,
             )
         matmuls = None
         if isinstance(self.comm, NcclCommunicator):

@@ -57,18 +57,6 @@ def pack_prompts(prompts: Mapping[int, Tokens], budget: int) -> list[list[Prompt
     return passes
 
 
-def keys_a_row(parts: Sequence[PromptPart]) -> float:
-    """Positions that a pass's tokens see on average, up to the end of their part: of whole prompts
-    of one length, that length.
-    """
-    num_tokens = num_keys = 0
-    for part in parts:
-        num_ids = len(part.ids)
-        num_tokens += num_ids
-        num_keys += num_ids * (part.position + num_ids)
-    return num_keys / num_tokens
-
-
 def row_lengths(size: int, num_slots: int) -> tuple[int, ...]:
     """Elements of each of ROWS."""
     return size, size, size, num_slots + 1, num_slots, num_slots

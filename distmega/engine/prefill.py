@@ -19,7 +19,7 @@ from distmega.collecting import gc_paused
 from distmega.engine.calls import Tokens
 from distmega.engine.decode_plan import DecodePlan
 from distmega.engine.kept_plans import NOTHING_KEPT, KeptPlans
-from distmega.engine.packing import ROWS, PromptPart, keys_a_row, pack_prompts
+from distmega.engine.packing import ROWS, PromptPart, pack_prompts
 from distmega.engine.pass_memory import PassMemory, SentRows, SentTokens
 from distmega.engine.prefill_plan import BY_ROWS, lower_prefill, num_micro_batches, prefill_size
 from distmega.engine.soundness import run_ops
@@ -41,10 +41,6 @@ logger = logging.getLogger(__name__)
 
 LEAST_RANGE = 511
 """Ranks plan prompts of up to one more rows alike, those of each octave above apart."""
-LONG_KEYS = 3072
-"""Keys a row from which attention is by the kernel for long sequences, where there is one: of 2048
-it takes as long as the other, of 4096 less (docs/notes/prefill.md)."""
-
 MOST_PROGRAMS = 128
 """Of an engine, those that ran last. A GPU has fewer sizes (prefill_size). On a CPU each number of
 tokens is a size of its own, whose program takes some MB.
@@ -92,13 +88,11 @@ class Prefills:
         self._packs = num_micro_batches(decode_plan) == 1
         alone = decode_plan.staged.stage.num_stages == 1 and self._packs
         self._captures = device.type == "cuda" and alone
-        self._may_be_long = device.type == "cuda" and self._max_context >= LONG_KEYS
-        """Whether sequences of a pass may be."""
         self._recurrent = bool(decode_plan.config.recurrent_states)
         self._budget = 1 if self._recurrent else decode_plan.options.max_batched_tokens
         """Tokens of a pass, at most."""
-        self._programs: dict[tuple[int, Logits, bool], _Program] = {}
-        """By rows, logits, and whether sequences are long; those that ran last are the last."""
+        self._programs: dict[tuple[int, Logits], _Program] = {}
+        """By rows and logits; those that ran last are the last."""
         self._planned: dict[tuple[int, Logits], HostProgram] = {}
         self._memory: GraphMemory | None = None
         self._plans_anew = False
@@ -202,8 +196,7 @@ class Prefills:
             num_tokens += len(part.ids)
         capacity = num_tokens + self._max_context - parts[-1].stop
         size = prefill_size(self._decode_plan, num_tokens, min(capacity, self._budget))
-        is_long = self._may_be_long and keys_a_row(parts) >= LONG_KEYS
-        program = self._program(size, logits, is_long=is_long)
+        program = self._program(size, logits)
         memory = program.memory
         assert memory is not None, "programs of packed prompts have it"
         rows = memory.rows
@@ -228,11 +221,11 @@ class Prefills:
         rows.note_sent()
         return program, outputs
 
-    def _program(self, size: int, logits: Logits, *, is_long: bool = False) -> _Program:
-        key = size, logits, is_long
+    def _program(self, size: int, logits: Logits) -> _Program:
+        key = size, logits
         found = self._programs.pop(key, None)
         if found is None:
-            evaluator, joined = self._open(*self._host_program(size, logits), is_long)
+            evaluator, joined = self._open(*self._host_program(size, logits))
             memory = None
             given = joined | self._known(evaluator.host)
             if self._packs:

@@ -76,15 +76,12 @@ class KernelOps:
         rules: "Callable[[], Sequence[superopt_late.RewriteRule]]" = tuple,
         groups: Groups = "auto",
         device: torch.device | None = None,
-        is_long: bool | None = None,
     ) -> None:
         """masked: attention reads whole caches under a mask, so that the host need not wait for
         positions and a graph can hold it; otherwise no more of a cache than is in use. rules: gives
         those by which programs were lowered, when an op of one comes. groups: how products of
         groups of rows are done. device: that of the ops, a GPU that all kernels run on unless told.
-        is_long: of packed sequences, as attend_packed.
         """
-        self.is_long = is_long
         self.masked, self.groups = masked, groups
         self._has_tiles = has_triton() and (device is None or has_tiles(device))
         self._read_rules = rules
@@ -216,7 +213,7 @@ class KernelOps:
         if self._attends_packed(op, NO_TENSORS):
             return lambda xs: (
                 late.attend_packed(
-                    xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], scale, window, self.is_long, softcap
+                    xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], scale, window, softcap
                 ),
             )
         if _is_a_row_each(op) and has_triton():

@@ -1,9 +1,9 @@
 """Attention of packed prompts on a GPU: causal or windowed, over caches, with a prefix in them.
 
 In: q [m, h, g, d] of rows that lie end to end, caches, and where each sequence's rows begin, as
-hostir/library/ops.py's packed_attention takes them. Out: a new tensor. Long sequences and many rows
-with heads of 128 are left to attention_kernel.py. In the kernel here, for others, a program has a
-tile of rows of one sequence and one query head; which tiles there are it finds from `starts` on the
+hostir/library/ops.py's packed_attention takes them. Out: a new tensor. Passes of many rows with
+heads of 128 are left to attention_kernel.py. In the kernel here, for others, a program has a tile
+of rows of one sequence and one query head; which tiles there are it finds from `starts` on the
 device, so that a CUDA graph serves any lengths. What neither takes, torch does. Used by
 device_ops.py.
 """
@@ -51,11 +51,8 @@ TILES = {
 """By head dim, the next power of two."""
 STAGES = {64: 4, 128: 2}
 """Slots of attention_kernel.py's ring, by head dim."""
-LONG, LONG_DIM = 4096, 128
-"""Rows a sequence, and the head dim, for which attention_kernel.py is quicker (bench/attention.py).
-"""
-LEAST_ROWS, LEAST_ITEMS = 128, 2
-"""Rows a sequence, and items an SM, for which it is quicker, too."""
+GROUPS_DIM, LEAST_ITEMS = 128, 1.5
+"""The head dim, and items an SM, from which attention_kernel.py is quicker (bench/attention.py)."""
 
 
 @triton.jit
@@ -189,13 +186,10 @@ def attend_packed(
     starts: Tensor,
     scale: float,
     window: int = 0,
-    is_long: bool | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
     """As library.packed_attention. starts, i64 [s + 1]: rows starts[i] to starts[i + 1] are those
-    of sequence i, their positions follow each other. is_long: whether the sequences that have rows
-    see LONG keys and more; unless it is said, by the rows that all have on average. Others go to
-    the kernel for long ones, too, where they have LEAST_ROWS on average and make items enough.
+    of sequence i, their positions follow each other.
     """
     if not _takes(q, k_cache, v_cache):
         return library.packed_attention(
@@ -203,17 +197,13 @@ def attend_packed(
         )
     q, k_cache, v_cache = map(packed, (q, k_cache, v_cache))  # TMA reads them
     positions, starts = positions.contiguous(), starts.contiguous()
-    if not softcap and takes_groups(q, scale):
-        rows_each = q.shape[0] / max(1, starts.shape[0] - 1)
-        if is_long is None:
-            is_long = rows_each >= LONG
-        if is_long or (rows_each >= LEAST_ROWS and has_items_enough(q)):
-            return attend_by_groups(q, k_cache, v_cache, positions, starts, scale, window)
+    if not softcap and takes_groups(q, scale) and has_items_enough(q):
+        return attend_by_groups(q, k_cache, v_cache, positions, starts, scale, window)
     return attend_by_tiles(q, k_cache, v_cache, positions, starts, scale, window, softcap)
 
 
 def has_items_enough(q: Tensor) -> bool:
-    """Whether q makes LEAST_ITEMS of attention_kernel.py's items an SM."""
+    """Whether q makes LEAST_ITEMS of attention_kernel.py's items an SM, by its rows."""
     num_rows, kv_heads, group, dim = q.shape
     spec = AttentionSpec(dim=dim, group=group)
     items = num_rows * kv_heads * group / (spec.item_rows * spec.item_heads)
@@ -221,8 +211,8 @@ def has_items_enough(q: Tensor) -> bool:
 
 
 def takes_groups(q: Tensor, scale: float) -> bool:
-    """Whether attention_kernel.py takes q, and is the quicker one for it if sequences are long."""
-    takes = q.dtype is torch.bfloat16 and q.shape[-1] == LONG_DIM and scale > 0
+    """Whether attention_kernel.py takes q, and is the quicker one of as many rows as SMs need."""
+    takes = q.dtype is torch.bfloat16 and q.shape[-1] == GROUPS_DIM and scale > 0
     return takes and is_hopper(q.device.index)
 
 

@@ -15,7 +15,6 @@ from distmega.engine.engine import Engine
 from distmega.engine.packing import (
     ROWS,
     PassRows,
-    keys_a_row,
     pack_prompts,
     row_lengths,
 )
@@ -56,15 +55,6 @@ def run_packed(request: MeasurePacked, num_ranks: int) -> Packed:
     assert isinstance(last, Result)
     assert isinstance(last.value, Packed)
     return last.value
-
-
-def test_long_passes_are_those_whose_rows_see_many_keys():
-    """Two long prompts beside a bit of a third; the end of a long one; many short ones."""
-    few, *_, last = pack_prompts({slot: array("q", range(4032)) for slot in (0, 5, 9)}, 8192)
-    assert 3900 < keys_a_row(few) < 4032
-    assert keys_a_row(last) == 4032
-    (short,) = pack_prompts({slot: array("q", range(448)) for slot in range(16)}, 8192)
-    assert keys_a_row(short) == 448
 
 
 def flip(ids: "array[int]") -> "array[int]":

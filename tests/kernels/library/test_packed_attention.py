@@ -5,7 +5,7 @@ import torch
 import triton
 
 from distmega.kernels.library import packed_attention
-from distmega.kernels.library.packed_attention import LONG, TILES, attend_packed, attend_rows
+from distmega.kernels.library.packed_attention import TILES, attend_packed, attend_rows
 from tests.forked import run_module
 from tests.kernels.sm90 import SHARED_BYTES, compile_kernel
 
@@ -38,23 +38,22 @@ def test_keys_come_by_tma_and_nothing_spills(dim: int, windowed: bool, capped: b
     assert "cp.async.bulk.tensor" in code.ptx
 
 
-def test_long_sequences_and_many_items_go_to_two_warp_groups(monkeypatch: pytest.MonkeyPatch):
-    """Long as is said; else by rows a sequence on average. An item is 64 rows of two heads."""
+def test_passes_of_many_rows_go_to_two_warp_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By items of 64 rows of two heads, or of 128 of one where heads do not share keys in pairs;
+    however many slots there are, of which most may be empty.
+    """
     monkeypatch.setattr(packed_attention, "_takes", lambda *given: True)
     monkeypatch.setattr(packed_attention, "takes_groups", lambda q, scale: True)
     monkeypatch.setattr(packed_attention, "num_sms", lambda index: 100)
     for name in ("attend_by_groups", "attend_by_tiles"):
         monkeypatch.setattr(packed_attention, name, lambda *given, name=name: name)
 
-    def way(rows: int, heads: int, slots: int, is_long: bool | None = None) -> str:
-        q, cache = torch.zeros(rows, 1, heads, 8), torch.zeros(slots, 1, 4, 8)
-        index, starts = torch.zeros(rows, dtype=torch.int64), torch.zeros(slots + 1).long()
-        found = attend_packed(q, cache, cache, index, index, starts, 1.0, 0, is_long)
+    def way(rows: int, kv_heads: int, group: int, softcap: float = 0.0) -> str:
+        q, cache = torch.zeros(rows, kv_heads, group, 8), torch.zeros(32, kv_heads, 4, 8)
+        index, starts = torch.zeros(rows, dtype=torch.int64), torch.zeros(33).long()
+        found = attend_packed(q, cache, cache, index, index, starts, 1.0, 0, softcap)
         return str(found).removeprefix("attend_by_")
 
-    assert [way(2 * LONG, 2, 16, said) for said in (None, False, True)] == [
-        "tiles", "tiles", "groups",
-    ]  # fmt: skip
-    assert [way(2 * LONG, 2, slots) for slots in (2, 3)] == ["groups", "tiles"]
-    assert [way(64 * 20, heads, 8, False) for heads in (18, 20)] == ["tiles", "groups"]
-    assert [way(64 * 20, 20, slots, False) for slots in (10, 11)] == ["groups", "tiles"]
+    assert [way(rows, 5, 2) for rows in (1919, 1920)] == ["tiles", "groups"]
+    assert [way(rows, 5, 3) for rows in (1279, 1280)] == ["tiles", "groups"]
+    assert way(8192, 5, 2, softcap=30.0) == "tiles"
