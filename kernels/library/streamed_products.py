@@ -54,8 +54,8 @@ TMA_TERMS = gl.constexpr(64)
 """That a row of a block has where TMA brings it in one piece."""
 SHARED = gl.NVMMASharedLayout(128, 16, 2)
 HALVES = (torch.bfloat16, torch.float16)
-MOST_UNIT = 8
-"""Of columns: 16 bytes of a half type."""
+UNIT = gl.constexpr(8)
+"""Of columns: 16 bytes of a half type, which a thread writes at once."""
 NUMBERS = ("k_tiles", "rows", "units", "lower")
 """Arguments that one compiled kernel takes at any value."""
 
@@ -138,7 +138,7 @@ def store_block(block, out, bias, left, rows, columns, formula: gl.constexpr, bo
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def multiply_streamed(x, w0, w1, w2, other0, other1, other2, bias, out, k_tiles, rows, units,
-                      lower, unit: gl.constexpr, boxes: gl.constexpr, halves: gl.constexpr,
+                      lower, boxes: gl.constexpr, halves: gl.constexpr,
                       terms: gl.constexpr, stages: gl.constexpr, x_rows: gl.constexpr,
                       mixes: gl.constexpr, formula: gl.constexpr, early: gl.constexpr):  # fmt: skip
     """Tile program_id(0) of out, of the sum of `boxes` columns, and part program_id(1) of the sums.
@@ -148,11 +148,11 @@ def multiply_streamed(x, w0, w1, w2, other0, other1, other2, bias, out, k_tiles,
     other0 to other2, where `halves` is 2, the same of the weight that begins `lower` rows behind.
     None for those that there aren't. bias: [columns], read, or None. out: [parts, rows, columns],
     contiguous, written: f32 where there are several parts. k_tiles: of `terms`, of a part. units:
-    of `unit` columns, which are written at once. mixes: formula of a result and the other weight's,
-    where there is one; formula: of each result, or None. stages: slots of the ring. early: weights
-    are read before what is in front has ended.
+    of UNIT columns. mixes: formula of a result and the other weight's, where there is one; formula:
+    of each result, or None. stages: slots of the ring. early: weights are read before what is in
+    front has ended.
     """
-    columns = units * unit
+    columns = units * UNIT
     width: gl.constexpr = _sum_of(boxes)
     num_products: gl.constexpr = halves * len(boxes)
     ws, others = (w0, w1, w2), (other0, other1, other2)
@@ -282,14 +282,14 @@ def stream_product(
     mixes: Expr | None = None,
 ) -> Tensor:
     """x W' + bias, [rows, columns], of the one weight, and the formula of each element; [parts,
-    rows, columns] in f32 where tiles have parts. mixes: a formula of columns n and N / 2 + n of x
-    W', or of columns n of both weights'.
+    rows, columns] in f32 where tiles have parts. columns: a multiple of UNIT. mixes: a formula of
+    columns n and N / 2 + n of x W', or of columns n of both weights'.
     """
     rows, depth = x.shape
     halves = 1 if mixes is None else 2
     columns = sum(w.shape[0] for w in weights) // halves
+    assert columns % UNIT.value == 0, columns
     parts, boxes, terms = tiles.parts, tiles.boxes, tiles.terms
-    unit = math.gcd(columns, MOST_UNIT)
     x_rows = MOST_ROWS // 2 if rows <= MOST_ROWS // 2 else MOST_ROWS
     if parts > 1:
         out = torch.empty((parts, rows, columns), dtype=torch.float32, device=x.device)
@@ -299,8 +299,8 @@ def stream_product(
         multiply_streamed, (-(-columns // sum(boxes)), parts),
         _blocks(tma_rows(x), x_rows, TMA_TERMS.value), *_all_blocks(weights[0], boxes, terms),
         *_all_blocks(weights[-1], boxes[: None if halves == 2 else 0], terms), bias, out,
-        -(-depth // (terms * parts)), rows, columns // unit,
-        columns if len(weights) < halves else 0, unit=unit, boxes=boxes, halves=halves,
+        -(-depth // (terms * parts)), rows, columns // UNIT.value,
+        columns if len(weights) < halves else 0, boxes=boxes, halves=halves,
         terms=terms, stages=tiles.stages, x_rows=x_rows, mixes=mixes, formula=formula,
         early=reads_constants_early(), num_warps=4, launch_pdl=True,
     )  # fmt: skip

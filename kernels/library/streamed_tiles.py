@@ -82,9 +82,12 @@ class StreamedProduct:
 
 
 def is_measured(product: StreamedProduct) -> bool:
-    """Whether it has rows and weights of those that were, which TMA can address."""
+    """Whether it has rows and weights of those that were: TMA reads them, and results are written
+    16 bytes at a time.
+    """
     has_rows = LEAST_ROWS <= product.rows <= MOST_ROWS
-    return has_rows and product.weight_bytes > MOST_WEIGHT_BYTES and product.depth % ALIGNED == 0
+    is_aligned = product.depth % ALIGNED == 0 and product.columns % ALIGNED == 0
+    return has_rows and is_aligned and product.weight_bytes > MOST_WEIGHT_BYTES
 
 
 @cache

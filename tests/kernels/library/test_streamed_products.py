@@ -30,7 +30,6 @@ def compiled(
     formula: str = "",
     x_rows: int = 64,
     early: bool = True,
-    unit: int = 8,
 ) -> Machine:
     tiles = make_tiles(halves, width, parts)
     types: dict[str, object] = dict.fromkeys(NUMBERS, "i32")
@@ -43,7 +42,7 @@ def compiled(
         types["bias"] = "*bf16"
     constants = {
         "boxes": tiles.boxes, "halves": halves, "terms": tiles.terms, "stages": tiles.stages,
-        "x_rows": x_rows, "early": early, "unit": unit,
+        "x_rows": x_rows, "early": early,
         "mixes": SILU if halves == 2 else None, "formula": expr.parse(formula) if formula else None,
     }  # fmt: skip
     return compile_kernel(multiply_streamed, types, constants, 4, None)
@@ -73,11 +72,6 @@ def test_where_nothing_is_read_early_all_is_read_behind_the_wait() -> None:
     before, behind = compiled(1, 64, early=False).ptx.split("griddepcontrol.wait")
     assert TMA not in before
     assert TMA in behind
-
-
-def test_columns_of_odd_numbers_are_written_one_by_one() -> None:
-    assert stored_bytes(compiled(1, 64, unit=1).ptx) == {2}
-    assert stored_bytes(compiled(1, 64, unit=4).ptx) == {8}
 
 
 def linear(rows: int, columns: int, depth: int) -> Op:
