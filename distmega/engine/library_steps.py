@@ -149,7 +149,8 @@ class LibrarySteps:
     def run_steps(self, num_steps: int) -> Tensor:
         """See SteppingRunner."""
         rows = torch.empty(num_steps, self._num, dtype=torch.int64, device=self._tokens.device)
-        for part in rows.split(MOST_KEPT):
+        for first in range(0, num_steps, MOST_KEPT):
+            part = rows[first : first + MOST_KEPT]
             self._end.begin()
             for _ in range(len(part)):
                 self._step()

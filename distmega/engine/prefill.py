@@ -75,7 +75,7 @@ class Prefills:
     def __init__(
         self,
         decode_plan: DecodePlan,
-        open_program: Callable[[HostProgram, bool, bool], tuple[Evaluator, dict[str, Tensor]]],
+        open_program: Callable[[HostProgram, bool], tuple[Evaluator, dict[str, Tensor]]],
         comm: Communicator,
         device: torch.device,
         kept: KeptPlans = NOTHING_KEPT,
