@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from distmega.hostir.library import ops as library
-from distmega.kernels.library import attention_kernel
 from distmega.kernels.library.attention_kernel import (
     GROUPS,
     KEYS,
@@ -50,9 +49,8 @@ def error_of(
     starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)])
     out = torch.full((num_rows * kv_heads * spec.group * spec.dim,), torch.nan).bfloat16()
     run_kernel(
-        attention_kernel,
-        "attend_kernel",
-        num_programs,
+        attend_kernel,
+        (num_programs,),
         {
             "q": Descriptor(q.view(num_rows, -1), ROWS.value),
             "keys": Descriptor(caches[0].view(-1, spec.dim), KEYS.value),

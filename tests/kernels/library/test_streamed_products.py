@@ -1,5 +1,5 @@
-"""Streamed products: machine code for sm_90a; which ops are given to them. Results are compared on
-GPUs, since Gluon kernels run nowhere else.
+"""Streamed products: machine code for sm_90a; which ops are given to them. For results see
+test_streamed_results.py and, on GPUs, tests/gpu/test_streamed_products.py.
 """
 
 import re
