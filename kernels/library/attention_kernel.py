@@ -371,7 +371,7 @@ def store_rows(acc, total, buffer, out, line, num_rows, head, packed, spec: gl.c
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.expand_dims(gl.arange(0, dim, layout=gl.SliceLayout(0, layout)), 0)
-    # from a number of heads, so that 16 bytes a thread are known to lie at a multiple of that
+    # times dim, a constant: so the compiler knows that a thread's 16 bytes are aligned
     heads = (line + rows).to(gl.int64) * (packed.kv_heads * spec.group) + head
     offsets = gl.expand_dims(heads * dim, 1) + columns
     inside = gl.expand_dims(rows < num_rows, 1) & (columns < dim)

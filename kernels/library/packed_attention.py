@@ -197,12 +197,12 @@ def attend_packed(
         )
     q, k_cache, v_cache = map(packed, (q, k_cache, v_cache))  # TMA reads them
     positions, starts = positions.contiguous(), starts.contiguous()
-    if not softcap and takes_groups(q, scale) and has_items_enough(q):
+    if not softcap and takes_groups(q, scale) and has_enough_items(q):
         return attend_by_groups(q, k_cache, v_cache, positions, starts, scale, window)
     return attend_by_tiles(q, k_cache, v_cache, positions, starts, scale, window, softcap)
 
 
-def has_items_enough(q: Tensor) -> bool:
+def has_enough_items(q: Tensor) -> bool:
     """Whether q makes LEAST_ITEMS of attention_kernel.py's items an SM, by its rows."""
     num_rows, kv_heads, group, dim = q.shape
     spec = AttentionSpec(dim=dim, group=group)
@@ -211,7 +211,7 @@ def has_items_enough(q: Tensor) -> bool:
 
 
 def takes_groups(q: Tensor, scale: float) -> bool:
-    """Whether attention_kernel.py takes q, and is the quicker one of as many rows as SMs need."""
+    """Whether attention_kernel.py takes q, and is the quicker kernel where q has_enough_items."""
     takes = q.dtype is torch.bfloat16 and q.shape[-1] == GROUPS_DIM and scale > 0
     return takes and is_hopper(q.device.index)
 

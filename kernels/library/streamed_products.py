@@ -31,6 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from distmega.hostir.library.pointwise import OpFunction
 from distmega.hostir.run.early_reads import reads_constants_early
 from distmega.kernels.gluon_compat import cta_barrier, reinterpret, tma_load
+from distmega.kernels.library.small_tiles import ALIGNED
 from distmega.kernels.library.streamed_tiles import (
     MOST_BOXES,
     MOST_ROWS,
@@ -54,8 +55,8 @@ TMA_TERMS = gl.constexpr(64)
 """That a row of a block has where TMA brings it in one piece."""
 SHARED = gl.NVMMASharedLayout(128, 16, 2)
 HALVES = (torch.bfloat16, torch.float16)
-UNIT = gl.constexpr(8)
-"""Of columns: 16 bytes of a half type, which a thread writes at once."""
+UNIT = gl.constexpr(ALIGNED)
+"""Of columns: what a thread writes at once, of a half type."""
 NUMBERS = ("k_tiles", "rows", "units", "lower")
 """Arguments that one compiled kernel takes at any value."""
 
@@ -138,9 +139,9 @@ def store_block(block, out, bias, left, rows, columns, formula: gl.constexpr, bo
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def multiply_streamed(x, w0, w1, w2, other0, other1, other2, bias, out, k_tiles, rows, units,
-                      lower, boxes: gl.constexpr, halves: gl.constexpr,
-                      terms: gl.constexpr, stages: gl.constexpr, x_rows: gl.constexpr,
-                      mixes: gl.constexpr, formula: gl.constexpr, early: gl.constexpr):  # fmt: skip
+                      lower, boxes: gl.constexpr, halves: gl.constexpr, terms: gl.constexpr,
+                      stages: gl.constexpr, x_rows: gl.constexpr, mixes: gl.constexpr,
+                      formula: gl.constexpr, early: gl.constexpr):  # fmt: skip
     """Tile program_id(0) of out, of the sum of `boxes` columns, and part program_id(1) of the sums.
 
     Descriptors of local memory, read: x [rows, sums] in blocks of x_rows x 64; w0 to w2, the weight
@@ -288,7 +289,7 @@ def stream_product(
     rows, depth = x.shape
     halves = 1 if mixes is None else 2
     columns = sum(w.shape[0] for w in weights) // halves
-    assert columns % UNIT.value == 0, columns
+    assert columns % ALIGNED == 0, columns
     parts, boxes, terms = tiles.parts, tiles.boxes, tiles.terms
     x_rows = MOST_ROWS // 2 if rows <= MOST_ROWS // 2 else MOST_ROWS
     if parts > 1:
@@ -299,9 +300,9 @@ def stream_product(
         multiply_streamed, (-(-columns // sum(boxes)), parts),
         _blocks(tma_rows(x), x_rows, TMA_TERMS.value), *_all_blocks(weights[0], boxes, terms),
         *_all_blocks(weights[-1], boxes[: None if halves == 2 else 0], terms), bias, out,
-        -(-depth // (terms * parts)), rows, columns // UNIT.value,
-        columns if len(weights) < halves else 0, boxes=boxes, halves=halves,
-        terms=terms, stages=tiles.stages, x_rows=x_rows, mixes=mixes, formula=formula,
+        -(-depth // (terms * parts)), rows, columns // ALIGNED,
+        columns if len(weights) < halves else 0, boxes=boxes, halves=halves, terms=terms,
+        stages=tiles.stages, x_rows=x_rows, mixes=mixes, formula=formula,
         early=reads_constants_early(), num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return out
