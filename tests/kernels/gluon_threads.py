@@ -92,6 +92,16 @@ def tile(x: Tensor) -> Tile:
     return x.as_subclass(Tile)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def as_mask(x: Any) -> Tensor:
+    """Of what comparisons gave, with numbers among them."""
+    return torch.as_tensor(x) != 0
+
+
+def plain(*given: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of one shape, which torch indexes by."""
+    return tuple(x.as_subclass(Tensor) for x in torch.broadcast_tensors(*given))
+
+
 @dataclass(frozen=True)
 class Pointer:
     """Into a flat tensor, at an offset or many. early: it may be read before what is in front of
@@ -356,13 +366,14 @@ class Program:
     def language(self) -> SimpleNamespace:
         """What `gl` is to the kernel, and `tl` to functions of both."""
 
-        def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Number | Tile:
+        def load(
+            pointer: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = ""
+        ) -> Number | Tile:
             self.check(pointer)
             if not isinstance(pointer.at, Tensor):
                 assert mask is None
                 return Number(pointer.memory[int(pointer.at)])
-            at = pointer.at.as_subclass(Tensor)
-            inside = torch.ones_like(at) > 0 if mask is None else mask.as_subclass(Tensor)
+            at, inside = plain(pointer.at, as_mask(True if mask is None else mask))
             found = torch.full(at.shape, other, dtype=pointer.memory.dtype)
             found[inside] = pointer.memory[checked(at[inside])]
             return tile(found)
@@ -375,9 +386,8 @@ class Program:
 
         def store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
             self.check(pointer)
-            mask = mask.expand(value.shape).as_subclass(Tensor)
-            at = checked(pointer.at.as_subclass(Tensor)[mask])
-            pointer.memory[at] = value.as_subclass(Tensor)[mask]
+            at, value, mask = plain(pointer.at, value, as_mask(mask))
+            pointer.memory[checked(at[mask])] = value[mask]
 
         def checked(at: Tensor) -> Tensor:
             assert bool((at >= 0).all()), "memory before a tensor"
@@ -390,7 +400,12 @@ class Program:
             found = x.sum(dim)
             return found if found.dim() else Number(found)
 
-        def where(mask: Tensor, x: Any, y: Any) -> Tile:
+        def limit(name: str, x: Any, y: Any, propagate_nan: object = None) -> Number | Tile:
+            found = getattr(torch, name)(torch.as_tensor(x), torch.as_tensor(y))
+            return tile(found) if found.dim() else Number(found)
+
+        def where(mask: Any, x: Any, y: Any) -> Tile:
+            mask = as_mask(mask)
             x = x if isinstance(x, Tensor) else torch.tensor(x)
             y = y if isinstance(y, Tensor) else torch.as_tensor(y).to(x.dtype)
             return tile(torch.where(mask, x, y))
@@ -413,8 +428,9 @@ class Program:
             "where": where,
             "max": lambda x, dim: x.max(dim).values,
             "sum": total,
-            "maximum": lambda x, y, propagate_nan=None: torch.maximum(x, torch.as_tensor(y)),
-            "minimum": lambda x, y, propagate_nan=None: torch.minimum(x, torch.as_tensor(y)),
+            "maximum": partial(limit, "maximum"),
+            "minimum": partial(limit, "minimum"),
+            "join": lambda x, y: tile(torch.stack((x, y), -1)),
             "sqrt_rn": torch.sqrt,
             "full": full,
             "zeros": lambda shape, dtype, layout: full(shape, 0.0, dtype, layout),
@@ -524,6 +540,7 @@ class Program:
             "reinterpret": Buffer.reinterpret,
             "warpgroup_mma": self.start_product,
             "warpgroup_mma_wait": self.wait_products,
+            "mma_v2": lambda a, b, acc: tile(a.float() @ b.float() + acc),
             "fence_async_shared": nothing,
             "cta_barrier": self.end_reading,
             "gdc_wait": self.wait_for_front,
@@ -554,6 +571,14 @@ def run_kernel(
         program.check_end()
 
 
+def named_arguments(
+    kernel: JITFunction[Any], arguments: Sequence[object], options: Mapping[str, object]
+) -> dict[str, Any]:
+    """Of ahead.launch, by name; without Triton's own options, as num_warps."""
+    named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+    return {name: named[name] for name in kernel.arg_names}
+
+
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
     """For small tensors: several spin while they wait for each other, where cores are busy."""
@@ -568,13 +593,16 @@ def one_torch_thread() -> Iterator[None]:
 def given_as(value: object, early: bool) -> object:
     """What stands for an argument in the kernel."""
     match value:
-        case Tensor():
-            return Pointer(value.view(-1), early=early)
+        case Tensor():  # of any strides, which are arguments of their own
+            whole = value.new_empty(0).set_(value.untyped_storage())
+            return Pointer(whole, value.storage_offset(), early)
         case TensorDescriptor(base=matrix, block_shape=(rows, _), layout=layout):
             return Descriptor(matrix, rows, layout, early)
         case bool():
             return value
         case int():
             return Number(value)
+        case tuple():
+            return tuple(given_as(x, early) for x in value)
         case _:
             return value

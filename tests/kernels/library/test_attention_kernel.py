@@ -15,7 +15,7 @@ from distmega.kernels.library.attention_kernel import (
     attend_kernel,
 )
 from distmega.kernels.library.packed_attention import STAGES
-from tests.kernels.gluon_threads import Descriptor, Pointer, run_kernel
+from tests.kernels.gluon_threads import Descriptor, run_kernel
 from tests.kernels.ptx import stored_bytes
 from tests.kernels.sm90 import SHARED_BYTES, compile_kernel, descriptor
 
@@ -55,10 +55,10 @@ def error_of(
             "q": Descriptor(q.view(num_rows, -1), ROWS.value),
             "keys": Descriptor(caches[0].view(-1, spec.dim), KEYS.value),
             "values": Descriptor(caches[1].view(-1, spec.dim), KEYS.value),
-            "out": Pointer(out),
-            "taken": Pointer(torch.zeros(1, dtype=torch.int32)),
-            "starts": Pointer(starts),
-            "positions": Pointer(positions),
+            "out": out,
+            "taken": torch.zeros(1, dtype=torch.int32),
+            "starts": starts,
+            "positions": positions,
             "num_sequences": len(lengths),
             "context": context,
             "kv_heads": kv_heads,

@@ -4,8 +4,9 @@ sm_90a, and what the kernel takes.
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,26 +27,33 @@ from distmega.kernels.library.step_attention import (
     takes,
     vector_of,
 )
-from tests.kernels.library import simulated_steps
+from tests.kernels.gluon_threads import named_arguments, run_kernel
 from tests.kernels.ptx import unfenced_loads
 from tests.kernels.sm90 import SHARED_BYTES, Machine, compile_kernel, descriptor
 
 STRIDES = ("q_strides", "k_strides", "v_strides")
 
 
+def run_launched(kernel: Any, grid: Sequence[int], *arguments: object, **options: Any) -> None:
+    """As ahead.launch, of the kernel. What earlier steps wrote may be read early."""
+    known = ("keys", "values", "positions") if options["spec"].early else ()
+    run_kernel(kernel, grid, named_arguments(kernel, arguments, options), known)
+
+
+def add_parts(parts: Tensor, maxima: Tensor, sums: Tensor, out: Tensor) -> None:
+    """As row_attention.add_parts, in torch."""
+    shares = torch.exp2(maxima - maxima.amax(0).clamp(min=-1e30))
+    total = (sums * shares).sum(0)[:, None]
+    joined = (parts * shares[..., None]).sum(0) / torch.where(total == 0, 1.0, total)
+    out.view(joined.shape).copy_(joined)
+
+
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The kernel runs in torch."""
-    monkeypatch.setattr(step_attention, "launch", simulated_steps.launch)
-    monkeypatch.setattr(step_attention, "add_parts", simulated_steps.add_parts)
+    """Kernels run as Python."""
+    monkeypatch.setattr(step_attention, "launch", run_launched)
+    monkeypatch.setattr(step_attention, "add_parts", add_parts)
     monkeypatch.setattr(step_attention, "num_programs", lambda q: 1)
-    monkeypatch.setattr(
-        step_attention,
-        "TensorDescriptor",
-        SimpleNamespace(
-            from_tensor=lambda rows, block, layout: simulated_steps.Descriptor(rows, block[0])
-        ),
-    )
     return monkeypatch
 
 
@@ -140,7 +148,7 @@ def test_an_op_is_one_launch_or_heads_and_attention(
 
     def launch(*given: object, **options: object) -> None:
         launched.append(options["spec"].early)
-        simulated_steps.launch(*given, **options)
+        run_launched(*given, **options)
 
     simulated.setattr(step_attention, "launch", launch)
     simulated.setattr(step_attention, "_on_hopper", lambda q: takes)

@@ -18,7 +18,7 @@ from distmega.kernels.library import streamed_products
 from distmega.kernels.library.streamed_products import stream_product
 from distmega.kernels.library.streamed_tiles import StreamedTiles, make_tiles
 from distmega.program import expr
-from tests.kernels.gluon_threads import run_kernel
+from tests.kernels.gluon_threads import named_arguments, run_kernel
 
 SILU = expr.parse("silu(a0) * a1")
 GELU = expr.parse("gelu(a0)")
@@ -28,10 +28,9 @@ BF16, F16 = torch.bfloat16, torch.float16
 
 def launch(kernel: Any, grid: Sequence[int], *arguments: object, **options: Any) -> None:
     """As ahead.launch, of a result that holds nothing. Weights alone may be read early."""
-    named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-    named["out"].fill_(torch.nan)
-    known = WEIGHTS if options["early"] else ()
-    run_kernel(kernel, grid, {name: named[name] for name in kernel.arg_names}, known)
+    given = named_arguments(kernel, arguments, options)
+    given["out"].fill_(torch.nan)
+    run_kernel(kernel, grid, given, WEIGHTS if options["early"] else ())
 
 
 @pytest.fixture(autouse=True)
