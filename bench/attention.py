@@ -24,8 +24,9 @@ from distmega.kernels.library.packed_attention import attend_by_groups, attend_b
 
 CASES = (
     *(f"128 32 8: 1 x {tokens}" for tokens in (512, 2048, 8192, 16384)),
-    "128 32 8: 16 x 448", "128 16 4: 16 x 448", "128 16 4: 1 x 2048", "128 32 8: 2 x 4096",
-    "64 32 8: 1 x 2048", "64 32 8: 16 x 448", "64 32 8: 2 x 4096",
+    "128 32 8: 16 x 128", "128 32 8: 16 x 448", "128 16 4: 16 x 448", "128 16 4: 1 x 2048",
+    "128 32 8: 2 x 4096", *(f"64 32 8: 1 x {tokens}" for tokens in (512, 2048, 8192, 16384)),
+    "64 32 8: 16 x 128", "64 32 8: 16 x 448", "64 32 8: 2 x 4096",
 )  # fmt: skip
 ROUNDS = 11
 SLEEP_CYCLES = 200_000

@@ -3,12 +3,12 @@
 In: queries of rows that lie end to end, caches, where each sequence's rows begin. Out: a result for
 each query. An item is 64 rows of a sequence and two query heads that share keys, one a warp group;
 or, where heads do not share keys in pairs, 128 rows of one head. Both groups multiply with what one
-loader warp streams through a ring, each in its turn: while one has its products done, the other
-does its exponentials. A group starts the next block's scores beside the values of the block before,
-so that its exponentials run beside its products too. Blocks come from a row's own position down, so
-the masked ones are first. Which items there are a loader finds from `starts`. It takes them one
-after the other, by an atomic head: they take a block's time or hundreds, and where a sequence ends
-short ones stand beside the longest of the next. Next: packed_attention.py.
+loader warp streams through a ring. A group starts the next block's scores beside the values of the
+block before, so that exponentials run beside its own products and the other group's. Blocks come
+from a row's own position down, so the masked ones are first. Which items there are a loader finds
+from `starts`. It takes them one after the other, by an atomic head: they take a block's time or
+hundreds, and where a sequence ends short ones stand beside the longest of the next. Next:
+packed_attention.py.
 """
 
 # Kernels' arguments have no Python types.
@@ -37,6 +37,9 @@ KEYS = gl.constexpr(128)
 GROUPS = gl.constexpr(2)
 QUERIES = gl.constexpr(2)
 """Tiles of queries that a warp group has room for: the next item's come beside this one's work."""
+LANES = gl.constexpr(8)
+"""Sums of a row that are kept apart, each of every eighth weight: a thread has two of them, and
+they are added up once an item."""
 CLEARED = gl.constexpr(32)
 """Rows of values at a time, of those that are looked through for keys that no row sees."""
 FIELDS = gl.constexpr(6)
@@ -88,8 +91,7 @@ class Packed(NamedTuple):
 class AttentionRing(NamedTuple):
     """In shared memory, filled by TMA. query_tiles: [GROUPS * QUERIES, 64, dim]; key_slots,
     value_slots: [stages, 128, dim]; each with mbarriers of what came and of what was read. items:
-    i32 [GROUPS * QUERIES * FIELDS, 1], whose queries these are, written by the loader. turns:
-    mbarriers, one a warp group.
+    i32 [GROUPS * QUERIES * FIELDS, 1], whose queries these are, written by the loader.
     """
 
     query_tiles: object
@@ -102,7 +104,6 @@ class AttentionRing(NamedTuple):
     keys_free: object
     values_ready: object
     values_free: object
-    turns: object
 
 
 @gluon.jit
@@ -282,6 +283,30 @@ def start_values(weights, acc, it, adds, ring, spec: gl.constexpr):
 
 
 @gluon.jit
+def as_weights(powers, acc):
+    """What start_values takes. Made where it is taken: values of 16 bits that a loop carried, the
+    compiler would take apart and pack again, 64 of a block's 499 instructions.
+    """
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    return gl.convert_layout(powers.to(gl.bfloat16), layout, assert_trivial=True)
+
+
+@gluon.jit
+def add_lanes(powers):
+    """Sums of each row of powers, [64, LANES]."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 16])
+    sums = gl.sum(powers.reshape([ROWS, KEYS // LANES, LANES]), 1)
+    return gl.convert_layout(sums, layout, assert_trivial=True)
+
+
+@gluon.jit
+def scale_rows(x, factors):
+    """Rows of x, each times one of factors [64], of another layout of the same rows."""
+    rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    return x * gl.expand_dims(gl.convert_layout(factors, rows, assert_trivial=True), 1)
+
+
+@gluon.jit
 def clear_unseen(it, block, lowest, behind, ring, spec: gl.constexpr):
     """Zeros for values, number `it` of the ring, of keys of a block outside of lowest to behind: no
     row sees them, and what is no number would be none with a weight of 0 either. Both warp groups
@@ -330,41 +355,36 @@ def weigh(scores, most, scale):
 
 
 @gluon.jit
-def attend_block(q, scores, weights, acc, total, most, it, block, adds, steps, at, scale, packed,
-                 ring, half: gl.constexpr, masked: gl.constexpr, spec: gl.constexpr):  # fmt: skip
-    """Scores of a block, number `it` of the ring, beside the values of the one before. weights: of
-    that one; adds: whether acc holds values already; steps: taken before, of turns.
+def attend_block(q, scores, powers, acc, total, most, it, block, adds, at, scale, packed, ring,
+                 masked: gl.constexpr, spec: gl.constexpr):  # fmt: skip
+    """Scores of a block, number `it` of the ring, beside the values of the one before. powers: of
+    that one; adds: whether acc holds values already.
     """
-    mbarrier.wait(ring.turns.index(half), (steps & 1) ^ (1 - half))
+    weights = as_weights(powers, acc)
     scores = start_scores(q, scores, it, ring, spec)
     acc = start_values(weights, acc, it - 1, adds, ring, spec)
-    mbarrier.arrive(ring.turns.index(1 - half), count=1)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     mbarrier.arrive(ring.keys_free.index(it % spec.stages), count=1)
     if masked:
         scores = hide_keys(scores, block, at, packed.context, packed.window, spec)
     powers, most, shrink = weigh(scores, most, scale)
-    total = total * shrink + gl.sum(powers, 1)
+    total = scale_rows(total, shrink) + add_lanes(powers)
     # values are there: without a branch, the next wait would be moved above what makes powers
     await_values(it - 1, ring, spec)
     acc, weights, powers = warpgroup_mma_wait(num_outstanding=0, deps=(acc, weights, powers))
     mbarrier.arrive(ring.values_free.index((it - 1) % spec.stages), count=1)
-    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    acc = acc * gl.expand_dims(gl.convert_layout(shrink, acc_rows), 1)
-    weights = gl.convert_layout(powers.to(gl.bfloat16), weights.type.layout)
-    return scores, weights, acc, total, most
+    return scores, powers, scale_rows(acc, shrink), total, most
 
 
 @gluon.jit
 def store_rows(acc, total, buffer, out, line, num_rows, head, packed, spec: gl.constexpr):
     """A tile of results, of rows before num_rows, through the memory of its queries. line: first
-    row of the tile.
+    row of the tile; total: see add_lanes.
     """
-    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    shares = 1.0 / gl.where(total == 0.0, 1.0, total)  # a row that sees nothing is zero
-    shares = gl.expand_dims(gl.convert_layout(shares, acc_rows), 1)
+    weight = gl.sum(total, 1)
+    shares = 1.0 / gl.where(weight == 0.0, 1.0, weight)  # a row that sees nothing is zero
     cta_barrier()
-    buffer.store((acc * shares).to(gl.bfloat16))
+    buffer.store(scale_rows(acc, shares).to(gl.bfloat16))
     cta_barrier()
     dim: gl.constexpr = spec.dim
     lanes: gl.constexpr = dim // 8
@@ -384,11 +404,9 @@ def compute_items(out, packed, scale, ring, half: gl.constexpr, spec: gl.constex
     dim: gl.constexpr = spec.dim
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
-    weight_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     turn = 0
     it = 0
-    steps = 0
     scores = gl.zeros([ROWS, KEYS], gl.float32, layout=score_layout)
     acc = gl.zeros([ROWS, dim], gl.float32, layout=acc_layout)
     line, num_rows, near, first, last, head = read_item(ring, turn, half)
@@ -411,25 +429,22 @@ def compute_items(out, packed, scale, ring, half: gl.constexpr, spec: gl.constex
         scores = hide_keys(scores, last, at, packed.context, packed.window, spec)
         most = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
         powers, most, _ = weigh(scores, most, scale)
-        total = gl.sum(powers, 1)
-        weights = gl.convert_layout(powers.to(gl.bfloat16), weight_layout)
+        total = add_lanes(powers)
         it += 1
         for block in range(last - 1, max(whole, first) - 1, -1):
-            scores, weights, acc, total, most = attend_block(
-                q, scores, weights, acc, total, most, it, block, block < last - 1, steps, at,
-                scale, packed, ring, half, True, spec)  # fmt: skip
+            scores, powers, acc, total, most = attend_block(
+                q, scores, powers, acc, total, most, it, block, block < last - 1, at, scale, packed,
+                ring, True, spec)  # fmt: skip
             it += 1
-            steps += 1
         if not spec.windowed:
             for block in range(min(last, whole) - 1, first - 1, -1):
-                scores, weights, acc, total, most = attend_block(
-                    q, scores, weights, acc, total, most, it, block, block < last - 1, steps, at,
-                    scale, packed, ring, half, False, spec)  # fmt: skip
+                scores, powers, acc, total, most = attend_block(
+                    q, scores, powers, acc, total, most, it, block, block < last - 1, at, scale,
+                    packed, ring, False, spec)  # fmt: skip
                 it += 1
-                steps += 1
         if spec.windowed:
             clear_unseen(it - 1, first, lowest, behind, ring, spec)
-        acc = start_values(weights, acc, it - 1, last > first, ring, spec)
+        acc = start_values(as_weights(powers, acc), acc, it - 1, last > first, ring, spec)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(ring.values_free.index((it - 1) % spec.stages), count=1)
         store_rows(acc, total, q, out, line, num_rows, head, packed, spec)
@@ -464,7 +479,6 @@ def attend_kernel(q, keys, values, out, taken, starts, positions, num_sequences,
         make_barriers(stages, GROUPS),
         make_barriers(stages, 1),
         make_barriers(stages, GROUPS),
-        make_barriers(GROUPS, 1),
     )
     packed = Packed(starts, positions, num_sequences, context, kv_heads, window)
     gl.warp_specialize(

@@ -2,8 +2,8 @@
 
 In: q [m, h, g, d] of rows that lie end to end, caches, and where each sequence's rows begin, as
 hostir/library/ops.py's packed_attention takes them. Out: a new tensor. Passes of many rows with
-heads of 128 are left to attention_kernel.py. In the kernel here, for others, a program has a tile
-of rows of one sequence and one query head; which tiles there are it finds from `starts` on the
+heads of 64 or 128 are left to attention_kernel.py. In the kernel here, for others, a program has a
+tile of rows of one sequence and one query head; which tiles there are it finds from `starts` on the
 device, so that a CUDA graph serves any lengths. What neither takes, torch does. Used by
 device_ops.py.
 """
@@ -51,8 +51,8 @@ TILES = {
 """By head dim, the next power of two."""
 STAGES = {64: 4, 128: 2}
 """Slots of attention_kernel.py's ring, by head dim."""
-GROUPS_DIM, LEAST_ITEMS = 128, 1.5
-"""The head dim, and items an SM, from which attention_kernel.py is quicker (bench/attention.py)."""
+LEAST_ITEMS = {64: 2.0, 128: 1.5}
+"""An SM, by head dim, from which attention_kernel.py is quicker (bench/attention.py)."""
 
 
 @triton.jit
@@ -207,12 +207,12 @@ def has_enough_items(q: Tensor) -> bool:
     num_rows, kv_heads, group, dim = q.shape
     spec = AttentionSpec(dim=dim, group=group)
     items = num_rows * kv_heads * group / (spec.item_rows * spec.item_heads)
-    return items >= LEAST_ITEMS * num_sms(q.device.index)
+    return items >= LEAST_ITEMS[dim] * num_sms(q.device.index)
 
 
 def takes_groups(q: Tensor, scale: float) -> bool:
     """Whether attention_kernel.py takes q, and is the quicker kernel where q has_enough_items."""
-    takes = q.dtype is torch.bfloat16 and q.shape[-1] == GROUPS_DIM and scale > 0
+    takes = q.dtype is torch.bfloat16 and q.shape[-1] in STAGES and scale > 0
     return takes and is_hopper(q.device.index)
 
 

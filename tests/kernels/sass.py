@@ -23,21 +23,33 @@ def instructions(cubin: Path) -> tuple[tuple[str, str], ...]:
     return tuple((match[1], match[2]) for match in found if match)
 
 
-def spills_in_products(cubin: Path) -> list[str]:
-    """Accesses to local memory in the loop over k of a decode kernel's products."""
+def innermost_loops(cubin: Path, product: str, least: int) -> list[list[str]]:
+    """Instructions of each loop that has at least so many of `product`, and no other such loop
+    within. A wait whose retry lies far behind is none: it would begin in the middle of another.
+    """
     found = instructions(cubin)
     lines = [line for _, line in found]
     index = {int(place, 16): at for at, (place, _) in enumerate(found)}
-    products = [at for at, line in enumerate(lines) if "HMMA" in line]
-    loops = []
+    products = [at for at, line in enumerate(lines) if product in line]
+    loops: list[tuple[int, int]] = []
     for end, line in enumerate(lines):
         branch = _BRANCH.search(line)
         start = index.get(int(branch[1], 16), end) if branch else end
-        if sum(start <= at < end for at in products) >= NUM_PRODUCTS:
-            loops.append((end - start, start, end))
+        overlaps = any(start < last for _, last in loops)
+        if sum(start <= at < end for at in products) >= least and not overlaps:
+            loops.append((start, end))
     assert loops, "no loop of products"
-    _, start, end = min(loops)
-    return [line for line in lines[start:end] if re.search(r"\b(LDL|STL)\b", line)]
+    return [lines[start:end] for start, end in loops]
+
+
+def spills(loop: list[str]) -> list[str]:
+    """Accesses to local memory."""
+    return [line for line in loop if re.search(r"\b(LDL|STL)\b", line)]
+
+
+def spills_in_products(cubin: Path) -> list[str]:
+    """Accesses to local memory in the loop over k of a decode kernel's products."""
+    return spills(min(innermost_loops(cubin, "HMMA", NUM_PRODUCTS), key=len))
 
 
 def parted_at_barriers(cubin: Path) -> list[str]:

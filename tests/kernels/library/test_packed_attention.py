@@ -48,12 +48,13 @@ def test_passes_of_many_rows_go_to_two_warp_groups(monkeypatch: pytest.MonkeyPat
     for name in ("attend_by_groups", "attend_by_tiles"):
         monkeypatch.setattr(packed_attention, name, lambda *given, name=name: name)
 
-    def way(rows: int, kv_heads: int, group: int, softcap: float = 0.0) -> str:
-        q, cache = torch.zeros(rows, kv_heads, group, 8), torch.zeros(32, kv_heads, 4, 8)
+    def way(rows: int, kv_heads: int, group: int, softcap: float = 0.0, dim: int = 128) -> str:
+        q, cache = torch.zeros(rows, kv_heads, group, dim), torch.zeros(32, kv_heads, 4, dim)
         index, starts = torch.zeros(rows, dtype=torch.int64), torch.zeros(33).long()
         found = attend_packed(q, cache, cache, index, index, starts, 1.0, 0, softcap)
         return str(found).removeprefix("attend_by_")
 
     assert [way(rows, 5, 2) for rows in (1919, 1920)] == ["tiles", "groups"]
     assert [way(rows, 5, 3) for rows in (1279, 1280)] == ["tiles", "groups"]
+    assert [way(rows, 5, 2, dim=64) for rows in (2559, 2560)] == ["tiles", "groups"]
     assert way(8192, 5, 2, softcap=30.0) == "tiles"
