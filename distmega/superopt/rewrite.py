@@ -259,8 +259,10 @@ def fuse_graphs(
         return graph_op(match.sized, match.sizes, match.constants, constant)
 
     def is_good(match: Match) -> bool:
-        found = match.confirmed
-        return is_usable is None or is_usable(found)
+        if is_usable is not None and not is_usable(match.sized):
+            return False
+        match.confirmed  # noqa: B018  a comparison in floats, which takes longer; VerifyError
+        return True
 
     return _apply(program, rules, (made, is_good), kept, None)
 
