@@ -232,6 +232,9 @@ RANK_PARTS = {
 }
 """Attributes that sharding gives ops of any kind: where a rank's part begins."""
 
+RANK_AXES = (("base_axis", ("base_stride", "extent")), ("group_axis", ("num_groups",)))
+"""Those of them that name a mesh axis, and what comes with each."""
+
 _KINDS: dict[str, OpKind] = {}
 _INTERNAL = OpKind(name="", origin="internal")
 
@@ -261,12 +264,14 @@ def wrong_attr(op: StatedOp, *, is_restated: bool = False) -> tuple[str, str] | 
     op that keeps them. is_restated: by a pass of kernels, which may give it others too.
     """
     kind = kind_of(op)
-    for name, rule in (*kind.attrs.items(), *RANK_PARTS.items()):
+    given = {name for name, _ in op.attrs}
+    parts = RANK_PARTS.items() if not given.isdisjoint(RANK_PARTS) else ()
+    for name, rule in (*kind.attrs.items(), *parts):
         value = op.get(name, None)
         if not (rule.is_optional if value is None else rule.fits(value)):
             found = f"no {name}" if value is None else f"{name}={value!r}"[:200]
             return found, f"{name}: {rule.expected}"
-    for axis, others in (("base_axis", ("base_stride", "extent")), ("group_axis", ("num_groups",))):
+    for axis, others in RANK_AXES if parts else ():
         if op.get(axis, "") and (lost := [name for name in others if op.get(name, None) is None]):
             return f"{axis}={op.get(axis, '')!r} and no {lost[0]}", f"{', '.join(others)} with it"
     if kind.origin != "internal" and not is_restated:

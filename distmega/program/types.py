@@ -9,7 +9,8 @@ which prints and parses them) and go to sharding/planner.py.
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
@@ -193,6 +194,17 @@ def updates(op: Op) -> Iterator[Access]:
             yield access
 
 
+def op_form(op: Op, tensors: Sequence[Tensor]) -> Hashable:
+    """All of an op and its tensors, in the order of its accesses, but names of them, of which which
+    are the same: equal for ops of equal layers, and so is whatever rules say of these.
+    """
+    names = [tensor.name for tensor in tensors]
+    dims = tuple([each.dims for each in (*op.reads, *op.writes)])
+    types = tuple([(tensor.shape, tensor.dtype, tensor.role) for tensor in tensors])
+    same = tuple(map(names.index, names))
+    return kind_of(op).name, op.kind, len(op.reads), op.axes, dims, op.attrs, types, same
+
+
 def view_strides(view: Op, strides: Sequence[int]) -> tuple[int, ...] | None:
     """Strides of a view's dims from those of what it shows; None where no strides show it, as of
     dims joined that have a gap between them.
@@ -243,6 +255,41 @@ _NAME = re.compile(r"\w[\w./@#-]*")
 """Names print as one word; "return" and "program" begin other lines of the printed form."""
 
 
+class SoundForms:
+    """Forms of ops that were found right once: layers of a model are alike, and a program is
+    verified whenever it has changed.
+    """
+
+    def __init__(self) -> None:
+        self._known = set[Hashable]()
+
+    def new_ops(self, ops: Iterable[Op], tensors: Mapping[str, Tensor]) -> list[Op]:
+        """The first op of each form that is not known, of tensors by name, and all that have an
+        unknown tensor, or a list in place of a tuple.
+        """
+        found: list[Op] = []
+        here = set[Hashable]()
+        for op in ops:
+            with suppress(KeyError, TypeError):
+                form = op_form(op, [tensors[each.tensor] for each in accesses(op)])
+                if form in self._known or form in here:
+                    continue
+                here.add(form)
+            found.append(op)
+        return found
+
+    def note(self, ops: Iterable[Op], tensors: Mapping[str, Tensor]) -> None:
+        """Ops of these forms are right."""
+        for op in ops:
+            if len(self._known) < MAX_FORMS:
+                with suppress(TypeError):
+                    self._known.add(op_form(op, [tensors[each.tensor] for each in accesses(op)]))
+
+
+MAX_FORMS = 100_000
+_sound, _sound_restated = SoundForms(), SoundForms()
+
+
 def verify_program(program: Program, *, is_restated: bool = False) -> Program:
     """Checks names, ranks, extents and definition before use, and returns the program. is_restated:
     it is a kernel's segment, whose passes have forms of ops of their own.
@@ -264,11 +311,14 @@ def verify_program(program: Program, *, is_restated: bool = False) -> Program:
     if len({op.name for op in program.ops}) != len(program.ops):
         raise _broken(program, "two ops share a name", "unique op names")
     defined = {tensor.name for tensor in program.tensors if tensor.role != "temp"}
+    sound = _sound_restated if is_restated else _sound
+    new = {op.name: op for op in sound.new_ops(program.ops, tensors)}
     for op in program.ops:
         _verify_name(program, op.name)
-        if wrong := wrong_axes(op):
-            raise _broken(program, f"op {op.name!r} {wrong[0]}", wrong[1])
-        _verify_accesses(program, op, tensors)
+        if op.name in new:
+            if wrong := wrong_axes(op):
+                raise _broken(program, f"op {op.name!r} {wrong[0]}", wrong[1])
+            _verify_accesses(program, op, tensors)
         if wrong := wrong_attr(op, is_restated=is_restated):
             raise _broken(program, f"op {op.name!r} has {wrong[0]}", wrong[1])
         for access in (*op.reads, *updates(op)):
@@ -278,9 +328,10 @@ def verify_program(program: Program, *, is_restated: bool = False) -> Program:
         defined.update(access.tensor for access in op.writes)
     _verify_views(program, tensors)
     _verify_written_views(program)
-    for op in program.ops:
+    for op in new.values():
         if wrong := wrong_roles(op) or wrong_operands(op, tensors, is_restated=is_restated):
             raise _broken(program, f"op {op.name!r} {wrong[0]}", wrong[1])
+    sound.note(new.values(), tensors)
     for name in program.outputs:
         if name not in defined:
             raise _broken(program, f"output {name!r} is never written", "outputs that an op writes")

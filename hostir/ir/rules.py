@@ -51,6 +51,7 @@ from distmega.program.types import (
     Access,
     Op,
     Program,
+    SoundForms,
     Tensor,
     accesses,
     packed_strides,
@@ -66,6 +67,9 @@ Violation = tuple[int, str, str]
 
 Step = tuple[int, Node | None]
 """A node with its index, or None at the end of a loop's body."""
+
+
+_sound = SoundForms()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +168,8 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
     libraries do, of operands that these can be computed of, peers exist.
     """
     host, buffers, segments = walked.host, walked.buffers, walked.segments
+    ops = [node.op for node in walked.nodes if isinstance(node, LibraryOp)]
+    new, is_sound = {id(op): op for op in _sound.new_ops(ops, buffers)}, True
     for index, node in enumerate(walked.nodes):
         match node:
             case LaunchMegakernel(kernel=kernel, args=args):
@@ -177,38 +183,50 @@ def fitting_operands(walked: Walked) -> Iterator[Violation]:
                         found,
                         str(wrong[0][1]) if wrong else counted(len(wanted), "argument"),
                     )
+            case LibraryOp(op=op) if id(op) in new:
+                for found, expected in _wrong_op(op, buffers):
+                    is_sound = False
+                    yield index, found, expected
             case LibraryOp(op=op):
-                if unknown_kind := _wrong_kind(op):
-                    yield index, *unknown_kind
-                if misuse := wrong_axes(op):
-                    yield index, f"{op.name!r} {misuse[0]}", misuse[1]
                 if broken := wrong_attr(op):
                     yield index, f"{op.name!r} with {broken[0]}", broken[1]
-                extents = op.extents
-                for access in accesses(op):
-                    shape = buffers[access.tensor].shape
-                    unknown = {name for each in access.dims for name in each.axes} - extents.keys()
-                    if unknown:
-                        found = f"{access.tensor!r} indexed by {', '.join(sorted(unknown))}"
-                        yield index, found, f"axes of {op.name!r}"
-                    elif len(access.dims) != len(shape):
-                        found = f"{access.tensor!r} indexed by {counted(len(access.dims), 'dim')}"
-                        yield index, found, counted(len(shape), "dim")
-                    elif not kind_of(op).is_clipped and not _reaches(extents, access, shape):
-                        found = f"{access.tensor!r} of {list(shape)} indexed beyond its ends"
-                        yield index, found, "positions that it has"
-                    elif misuse := wrong_access(op, access, shape):
-                        yield index, f"{op.name!r} {misuse[0]}", misuse[1]
-                results = [access.tensor for access in op.writes]
-                if len({*results}) < len(results):
-                    yield index, f"{op.name!r} writes {', '.join(results)}", "each result once"
-                is_made = kind_of(op).origin == "internal"
-                if misfit := (not is_made and wrong_roles(op)) or wrong_operands(op, buffers):
-                    yield index, f"{op.name!r} {misfit[0]}", misfit[1]
             case Send(peer=peer) | Recv(peer=peer) | Signal(peer=peer) | WaitSignal(peer=peer):
                 size = host.mesh.size(peer.mesh_axis)
                 if not peer.ring and not 0 <= peer.offset < size:
                     yield index, f"peer {peer.offset} of {size}", f"0 to {size - 1}"
+    if is_sound:
+        _sound.note(new.values(), buffers)
+
+
+def _wrong_op(op: Op, buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """What of a library op breaks the rules, and what was expected."""
+    if unknown_kind := _wrong_kind(op):
+        yield unknown_kind
+    if misuse := wrong_axes(op):
+        yield f"{op.name!r} {misuse[0]}", misuse[1]
+    if broken := wrong_attr(op):
+        yield f"{op.name!r} with {broken[0]}", broken[1]
+    extents = op.extents
+    for access in accesses(op):
+        shape = buffers[access.tensor].shape
+        unknown = {name for each in access.dims for name in each.axes} - extents.keys()
+        if unknown:
+            found = f"{access.tensor!r} indexed by {', '.join(sorted(unknown))}"
+            yield found, f"axes of {op.name!r}"
+        elif len(access.dims) != len(shape):
+            found = f"{access.tensor!r} indexed by {counted(len(access.dims), 'dim')}"
+            yield found, counted(len(shape), "dim")
+        elif not kind_of(op).is_clipped and not _reaches(extents, access, shape):
+            found = f"{access.tensor!r} of {list(shape)} indexed beyond its ends"
+            yield found, "positions that it has"
+        elif misuse := wrong_access(op, access, shape):
+            yield f"{op.name!r} {misuse[0]}", misuse[1]
+    results = [access.tensor for access in op.writes]
+    if len({*results}) < len(results):
+        yield f"{op.name!r} writes {', '.join(results)}", "each result once"
+    is_made = kind_of(op).origin == "internal"
+    if misfit := (not is_made and wrong_roles(op)) or wrong_operands(op, buffers):
+        yield f"{op.name!r} {misfit[0]}", misfit[1]
 
 
 def _wrong_kind(op: Op) -> tuple[str, str] | None:

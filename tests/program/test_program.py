@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from distmega.errors import ProgramError
-from distmega.program import kinds
+from distmega.program import kinds, types
 from distmega.program.builder import ProgramBuilder
 from distmega.program.text import parse_program, print_program
 from distmega.program.types import (
@@ -207,6 +207,38 @@ def test_unknown_starts_of_groups_are_named():
 def test_a_sound_program_passes_unchanged():
     program = sound()
     assert verify_program(program) is program
+
+
+def test_ops_of_one_form_are_looked_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Names aside; roles count, since a state may be written and a weight not."""
+    looked_at: list[str] = []
+
+    def wrong_axes(op: Op) -> None:
+        looked_at.append(op.name)
+
+    monkeypatch.setattr(types, "_sound", types.SoundForms())
+    monkeypatch.setattr(types, "wrong_axes", wrong_axes)
+    p = ProgramBuilder("layers")
+    x = p.input("x", (8, 6))
+    for layer in range(3):
+        x = p.linear(x, p.weight(f"w{layer}", (6, 6)), name=f"h{layer}")
+    program = p.build(x)
+    assert looked_at == ["h0", "h1"], "h0 alone reads an input"
+    verify_program(program)
+    state = replace(program.tensors[1], role="state")
+    verify_program(replace(program, tensors=(program.tensors[0], state, *program.tensors[2:])))
+    assert looked_at == ["h0", "h1", "h0"]
+
+
+def test_a_value_of_another_type_is_no_known_one():
+    """Though it is equal to one."""
+    p = ProgramBuilder("gathered")
+    rows = p.gather(p.input("x", (4, 4)), p.input("ids", (4, 4), "i64"), 1)
+    program = p.build(rows)
+    (op,) = program.ops
+    attrs = tuple((name, float(str(value))) for name, value in op.attrs)
+    with pytest.raises(ProgramError, match=r"dim=1\.0"):
+        verify_program(replace(program, ops=(replace(op, attrs=attrs),)))
 
 
 @given(programs())

@@ -17,7 +17,17 @@ from distmega.program.dtypes import is_integer
 from distmega.program.kinds import Misfit, kind_of
 from distmega.program.ops.axis_views import access_axes
 from distmega.program.text import print_op
-from distmega.program.types import MAX_EXTENT, Access, Attr, Axis, Index, Op, Tensor, accesses
+from distmega.program.types import (
+    MAX_EXTENT,
+    Access,
+    Attr,
+    Axis,
+    Index,
+    Op,
+    Tensor,
+    accesses,
+    op_form,
+)
 
 Built = tuple[Op, tuple[Tensor, ...]]
 """An op and the tensors it declares."""
@@ -208,7 +218,7 @@ def as_stated(state: Callable[..., Built]) -> Misfit:
     known: set[Hashable] = set()
 
     def misfit(op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[str, str] | None:
-        if (form := _form(op, (*reads, *writes))) in known:
+        if (form := op_form(op, (*reads, *writes))) in known:
             return None
         wrong = compare(op, reads, writes)
         if wrong is None and len(known) < MAX_KNOWN:
@@ -238,14 +248,6 @@ MAX_SHOWN = 400
 """Characters of an op in a message."""
 MAX_KNOWN = 10_000
 """Forms of ops of a kind that are found right once: layers of a model are alike."""
-
-
-def _form(op: Op, tensors: Sequence[Tensor]) -> Hashable:
-    """All of an op but names of tensors, of which which are the same."""
-    names = [tensor.name for tensor in tensors]
-    dims = tuple(each.dims for each in accesses(op))
-    types = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-    return len(op.reads), op.kind, op.axes, dims, op.attrs, types, tuple(map(names.index, names))
 
 
 def _types(tensors: Sequence[Tensor]) -> str:
