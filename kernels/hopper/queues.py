@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from functools import partial
 
+from distmega.collecting import gc_paused
 from distmega.errors import UnsupportedError, counted
 from distmega.kernels import late
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
@@ -33,6 +34,7 @@ def why_not_one_kernel(segments: Sequence[Program], *, recurrent: bool) -> str:
     return ""
 
 
+@gc_paused
 def plan_queues(
     segment: Program,
     weights: ArenaLayout,

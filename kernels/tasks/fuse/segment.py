@@ -104,7 +104,7 @@ def apply_rules(fusion: Fusion) -> tuple[Fused, ...]:
     found: list[tuple[int, Fused]] = []
     for fits, rule in RULES:
         for op in fusion.segment.ops:
-            if fits(op) and op.name not in fusion.taken and is_last(fusion, op):
+            if op.name not in fusion.taken and fits(op) and is_last(fusion, op):
                 found.append((fusion.position[op.name], rule(fusion, op)))
     for op in fusion.segment.ops:
         if op.name not in fusion.taken and not op.is_view:
