@@ -14,11 +14,11 @@ from distmega.engine.decode_plan import (
     context_limit,
     model_mesh,
     num_stages_of,
-    plan_decode,
     require_positions,
     require_traced,
     untraced,
 )
+from distmega.engine.decode_planner import plan_decode
 from distmega.engine.ranks.context import DeviceKind
 from distmega.engine.requests import (
     EngineOptions,

@@ -24,12 +24,13 @@ from distmega.hostir import (
     print_host,
     run_passes,
 )
-from distmega.hostir.ir.nodes import WaitSignal
-from distmega.hostir.lower.pipeline import FREE, StagePart, link_stage
+from distmega.hostir.ir.nodes import FREE, WaitSignal
+from distmega.hostir.lower.pipeline import StagePart, link_stage
 from distmega.kernels.runtime.streams.signals import open_signals
 from distmega.launch import LauncherOptions, Result, launch
+from distmega.sharding.layout.mesh import STAGE_AXIS
 from distmega.sharding.localize import localize
-from distmega.sharding.stages import AXIS, cut_positions, split_stages
+from distmega.sharding.stages import cut_positions, split_stages
 
 MESH = DeviceMesh(pp=2)
 TIMEOUT_S = 60.0
@@ -52,8 +53,8 @@ def make_stages(mesh: DeviceMesh = MESH) -> list[HostProgram]:
     """The host program of each stage."""
     program = build_layers(ROWS)
     hosts = []
-    for stage in split_stages(program, cut_positions(program, mesh.size(AXIS))):
-        plan = plan_program(stage.program, mesh.part(AXIS, stage.index), CPU)
+    for stage in split_stages(program, cut_positions(program, mesh.size(STAGE_AXIS))):
+        plan = plan_program(stage.program, mesh.part(STAGE_AXIS, stage.index), CPU)
         local = replace(localize(plan), mesh=mesh)
         host = lower_program(local, megakernel=False, peer_memory=False)
         part = StagePart(stage=stage, host=host, count=NUM_BATCHES)
@@ -86,7 +87,7 @@ def run_rank(context: RankContext, values: Values, emit: Emit) -> torch.Tensor:
     """
     comm = open_communicator(context, MESH)
     if isinstance(comm, NcclCommunicator):
-        open_signals(comm, AXIS, (FREE,), TIMEOUT_S, peer_memory=True)
+        open_signals(comm, STAGE_AXIS, (FREE,), TIMEOUT_S, peer_memory=True)
     here = {name: x.to(context.device) for name, x in values.items()}
     evaluator = Evaluator(make_stages()[context.rank], comm, {}, context.device)
     return evaluator.run(here)["y"].cpu()

@@ -33,7 +33,7 @@ from distmega.kernels import late
 from distmega.kernels.cpu.runner import CpuMegakernel, open_cpu
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH
-from distmega.kernels.hopper.plan.matrices import count_rows
+from distmega.kernels.hopper.plan.extents import count_rows
 from distmega.kernels.hopper.plan.types import unfit
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.queues import Queues

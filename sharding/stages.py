@@ -21,9 +21,6 @@ from distmega.program.types import Program, Tensor, accesses, verify_program
 from distmega.sharding.layout.aliases import alias_roots
 from distmega.sharding.search.cost import op_bytes
 
-AXIS = "pp"
-"""The mesh axis of stages."""
-
 HELD = ("weight", "state")
 """Roles of what ranks of a stage hold from call to call."""
 

@@ -22,7 +22,7 @@ def open_kernels(
         segment.name: open_cpu(
             compile_megakernel(
                 segment,
-                plan.staged.mesh,
+                plan.mesh,
                 num_sms=plan.options.num_sms,
                 weights=plan.weights,
                 states=plan.states,

@@ -25,16 +25,8 @@ from distmega.arguments import (
 )
 from distmega.engine import late
 from distmega.engine.calls import Calls, RanksInStep, Tokens, prompt_tokens, require_tokens
-from distmega.engine.decode_plan import (
-    DecodePlan,
-    lower_decode,
-    plan_decode,
-    require_traced,
-    stage_mesh,
-    untraced,
-)
+from distmega.engine.decode_plan import DecodePlan, require_traced, stage_mesh, untraced
 from distmega.engine.kept_plans import NOTHING_KEPT, keep_triton_key, open_plans
-from distmega.engine.library_steps import LibrarySteps
 from distmega.engine.opening import Opener, allocate_arenas
 from distmega.engine.prefill import Prefills
 from distmega.engine.ranks.agreement import require_agreement, share_memory
@@ -57,16 +49,17 @@ from distmega.errors import (
     argument,
     counted,
 )
+from distmega.hostir import late as host_late
 from distmega.hostir.comm.communicator import Communicator, require_communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
+from distmega.hostir.ir.nodes import FREE
 from distmega.hostir.library.torch_types import ordinary_tensors
-from distmega.hostir.lower.pipeline import FREE
 from distmega.hostir.run.deadline import await_queued, graph_limit_s
+from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.machines import CPU, H200
 from distmega.kernels.runtime import warm_up
 from distmega.kernels.runtime.gpus import facts_of
 from distmega.kernels.runtime.stepping import SteppingRunner
-from distmega.kernels.runtime.streams.signals import open_signals
 from distmega.kernels.runtime.symmetric import reach_problem
 from distmega.models.decoder import PEAKS, AnyDecoder, Logits
 from distmega.models.sampling import (
@@ -77,8 +70,7 @@ from distmega.models.sampling import (
     joint_method,
     sampling_of_each,
 )
-from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.stages import AXIS
+from distmega.sharding.layout.mesh import STAGE_AXIS, DeviceMesh
 from distmega.sources.copied_source import open_copies
 from distmega.sources.load import ModelSource
 from distmega.trace_file import Span
@@ -152,7 +144,7 @@ class Engine(OwnProcess):
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             warm_up.begin(self.device, keep_triton_key)
-        index = mesh.coordinate(comm.rank).get(AXIS, 0)
+        index = mesh.coordinate(comm.rank).get(STAGE_AXIS, 0)
         asked = source.config, mesh, index, options, logits, self._method
         kept = open_plans(asked, facts_of(self.device)) if on_gpu else NOTHING_KEPT
         tell("planning a decode step")
@@ -170,18 +162,18 @@ class Engine(OwnProcess):
         if self.stepping is not None:
             self.stepping.prepare()
         tell("loading weights")
-        copies = open_copies(source, plan.staged.kv_copies)
+        copies = open_copies(source, plan.kv_copies)
         coordinate, weights = mesh.coordinate(comm.rank), self._arenas.weight_views
-        load_weights(copies, plan.local.allocations, coordinate, weights, progress)
+        load_weights(copies, plan.allocations, coordinate, weights, progress)
         warm_up.finish()
         kernels = self._decode.cpu_kernels.values()
         fingerprints = [kernel.kernel.fingerprint() for kernel in kernels]
-        require_agreement(comm, plan.staged, [plan.staged.fingerprint(), *fingerprints])
+        require_agreement(comm, plan, [plan.fingerprint, *fingerprints])
         self._prefills = Prefills(plan, opener.open_prompts, comm, self.device, kept)
-        if on_gpu and plan.staged.stage.num_stages > 1:
+        if on_gpu and plan.num_stages > 1:
             assert isinstance(comm, NcclCommunicator), "GPUs communicate over NCCL"
             shared = options.collectives != "host"
-            open_signals(comm, AXIS, (FREE,), options.timeout_s, peer_memory=shared)
+            late.open_signals(comm, STAGE_AXIS, (FREE,), options.timeout_s, peer_memory=shared)
 
     def close(self) -> None:
         """Releases weights, caches, graphs and kernels, and the communicator if open_engine has
@@ -198,7 +190,7 @@ class Engine(OwnProcess):
             self.comm.barrier()  # peers may have written into this rank's memory until then
             self._calls.are_over = True
             self._prefills.close()
-            if isinstance(self._decode.runner, LibrarySteps):
+            if not isinstance(self._decode.runner, Evaluator):
                 self._decode.runner.close()
             del self._prefills, self._decode, self._arenas, self._slots
             del self._persistent, self._given, self._sample_inputs
@@ -213,11 +205,14 @@ class Engine(OwnProcess):
         index: int,
         peer_memory: bool,
     ) -> DecodePlan:
-        """The plan of a decode step of a stage."""
+        """The plan of a decode step of a stage, proven where it is the only one."""
         machine = H200 if self.device.type == "cuda" else CPU
-        method = self._method
-        plan = plan_decode(config, self.mesh, machine, options, logits, method=method, index=index)
-        return lower_decode(config, plan, options, peer_memory=peer_memory, method=method)
+        mesh, method = self.mesh, self._method
+        plan = late.plan_decode(config, mesh, machine, options, logits, method=method, index=index)
+        made = late.lower_decode(config, plan, options, peer_memory=peer_memory, method=method)
+        if made.num_stages == 1:  # stages are proven together, as they are opened
+            host_late.prove_once(made.host)
+        return made
 
     def _share_memory(self, stage: DeviceMesh, options: EngineOptions, node: str) -> bool:
         """share_memory of this rank's stage; all ranks of the mesh ask together."""
@@ -563,7 +558,7 @@ class Engine(OwnProcess):
                 found, scores = self._prefills.run(prompts, logits, self._given, slot_tensors)
             except UnsoundRunError as error:
                 raise self._end_unsound(error.found) from error
-            if self.decode_plan.staged.stage.num_stages > 1 and self.device.type == "cuda":
+            if self.decode_plan.num_stages > 1 and self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
                 self.comm.check_signals()
             peaks_are_sound = all(is_finite for _, is_finite in found.values())

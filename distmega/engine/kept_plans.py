@@ -19,7 +19,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from distmega import hostir, kernels, sharding
 from distmega.collecting import gc_paused
@@ -112,6 +112,38 @@ class KeptPlans:
 
 
 NOTHING_KEPT = KeptPlans(folder=None)
+
+
+class ReadLater(Generic[T]):
+    """A part of what is kept that few processes ask for: there it is a pickle of its own, which is
+    read when it is first asked for.
+    """
+
+    __slots__ = ("_data", "_value")
+
+    def __init__(self, value: T | None, data: bytes | None = None) -> None:
+        """data: the pickle of the value, in place of it."""
+        self._value, self._data = value, data
+
+    @gc_paused
+    def get(self) -> T:
+        """The value."""
+        data = self._data
+        if data is not None:
+            self._value, self._data = pickle.loads(data), None
+        return cast(T, self._value)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        data = self._data
+        if data is None:
+            data = pickle.dumps(self._value, pickle.HIGHEST_PROTOCOL)
+        return ReadLater, (None, data)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ReadLater) and self.get() == other.get()
+
+    def __hash__(self) -> int:
+        return hash(self.get())
 
 
 def open_plans(*key: object) -> KeptPlans:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from distmega.engine import late
-from distmega.engine.decode_plan import DecodePlan, lower_library_decode
+from distmega.engine.decode_plan import DecodePlan
 from distmega.engine.kept_plans import KeptPlans
-from distmega.engine.library_steps import LibrarySteps
 from distmega.engine.ranks.agreement import on_all_ranks
 from distmega.errors import LaunchError, UnsupportedError
 from distmega.hostir import late as host_late
@@ -24,7 +23,7 @@ from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import HostProgram
 from distmega.hostir.ir.text import parse_host, print_host
-from distmega.hostir.lower.join_products import first_covered
+from distmega.hostir.lower.joined_weights import first_covered
 from distmega.hostir.run.deadline import graph_limit_s
 from distmega.hostir.run.evaluator import Evaluator, KernelRunner
 from distmega.kernels import late as kernels_late
@@ -100,7 +99,7 @@ class DecodeSteps:
     the host does. cpu_kernels: by segment. joined: weights that only this program knows, by name.
     """
 
-    runner: Evaluator | LibrarySteps
+    runner: "Evaluator | late.LibrarySteps"
     stepping: SteppingRunner | None = None
     cpu_kernels: Mapping[str, "late.CpuMegakernel"] = field(default_factory=dict)
     joined: Mapping[str, Tensor] = field(default_factory=dict)
@@ -108,13 +107,20 @@ class DecodeSteps:
 
 @dataclass(frozen=True, slots=True)
 class Opener:
-    """Makes host programs of a rank ready to run in its arenas. kept: queues on disk."""
+    """Makes host programs of a rank ready to run in its arenas. plan: proven where there is one
+    stage. kept: queues on disk.
+    """
 
     plan: DecodePlan
     arenas: Arenas
     comm: Communicator
     device: torch.device
     kept: KeptPlans
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is one stage, whose programs are proven as they are planned."""
+        return self.plan.num_stages == 1
 
     def open_decode(self, sample_inputs: Mapping[str, Tensor]) -> DecodeSteps:
         """The decode steps. sample_inputs: how tokens are chosen, by name, a row a sequence."""
@@ -129,7 +135,10 @@ class Opener:
 
     def _open_cpu(self) -> DecodeSteps:
         kernels = late.open_kernels(self.plan, self.comm, self.arenas.weights, self.arenas.states)
-        return DecodeSteps(runner=self._evaluator(self.plan.host, kernels), cpu_kernels=kernels)
+        return DecodeSteps(
+            runner=self._evaluator(self.plan.host, kernels, proven=self._is_alone),
+            cpu_kernels=kernels,
+        )
 
     def _open_gpu(self, sample_inputs: Mapping[str, Tensor]) -> DecodeSteps:
         """The decode kernel, or library ops for a model or GPUs that it can't do."""
@@ -143,22 +152,22 @@ class Opener:
             kernel = None
         if kernel is None:
             return self._open_library_steps(sample_inputs)
-        alone = self.plan.staged.stage.num_stages == 1
-        evaluator = self._evaluator(host, {host.segments[0].name: kernel})
-        return DecodeSteps(runner=evaluator, stepping=kernel if alone else None)
+        kernels = {host.segments[0].name: kernel}
+        evaluator = self._evaluator(host, kernels, proven=self._is_alone)
+        return DecodeSteps(runner=evaluator, stepping=kernel if self._is_alone else None)
 
     def _open_library_steps(self, sample_inputs: Mapping[str, Tensor]) -> DecodeSteps:
         """Decode steps by library ops: where one stage is all a graph, which feeds itself unless
         no step may run ahead.
         """
-        host = lower_library_decode(self.plan)
+        host = late.lower_library_decode(self.plan)
         joined = self.arenas.joined_weights(host)
         evaluator = self._evaluator(host, {}, masked=True)
-        if self.plan.staged.stage.num_stages > 1:
+        if self.plan.num_stages > 1:
             return DecodeSteps(runner=evaluator, joined=joined)
         given, options = {**self.arenas.tensors, **joined, **sample_inputs}, self.plan.options
         recurrent = bool(self.plan.config.recurrent_states)
-        steps = LibrarySteps(
+        steps = late.LibrarySteps(
             evaluator, given, options.batch, graph_limit_s(options.timeout_s), copy_states=recurrent
         )
         return DecodeSteps(runner=steps, stepping=None if recurrent else steps, joined=joined)
@@ -176,10 +185,9 @@ class Opener:
             self._prove(host)
         ops = None
         if self.device.type == "cuda":
-            staged = self.plan.staged
             ops = KernelOps(
                 masked=masked,
-                rules=lambda: staged.rules,
+                rules=lambda: self.plan.rules,
                 groups=self.plan.options.expert_tiles,
                 device=self.device,
             )
@@ -192,7 +200,7 @@ class Opener:
         """CheckError for a program that may race or wait for ever; stages have one each, which are
         proven together, so all ranks of the mesh ask together.
         """
-        if self.plan.staged.stage.num_stages == 1:
+        if self.plan.num_stages == 1:
             host_late.prove_once(host)
             return
         texts = self.comm.all_gather_object(print_host(host))
@@ -234,7 +242,7 @@ class Opener:
 
     def _team(self) -> Team | None:
         """The ranks of this stage; None for a rank alone."""
-        mesh = self.plan.staged.plan.mesh
+        mesh = self.plan.ranks
         axes = [axis for axis in mesh.names if mesh.size(axis) > 1]
         if not axes:
             return None

@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 
 from distmega.collecting import gc_paused
+from distmega.engine import late
 from distmega.engine.calls import Tokens
 from distmega.engine.decode_plan import DecodePlan
 from distmega.engine.kept_plans import NOTHING_KEPT, KeptPlans
 from distmega.engine.packing import ROWS, PromptPart, pack_prompts
 from distmega.engine.pass_memory import PassMemory, SentRows, SentTokens
-from distmega.engine.prefill_plan import BY_ROWS, lower_prefill, num_micro_batches, prefill_size
+from distmega.engine.prefill_plan import BY_ROWS, num_micro_batches, prefill_size
 from distmega.engine.soundness import run_ops
 from distmega.errors import UnsupportedError
 from distmega.hostir import late as host_late
 from distmega.hostir.comm.communicator import Communicator
 from distmega.hostir.ir.nodes import HostProgram
-from distmega.hostir.passes.resize import resize_inputs
 from distmega.hostir.run.cuda_graph import CapturedHost, GraphMemory, capture_on_ranks
 from distmega.hostir.run.deadline import await_event, await_queued, graph_limit_s
 from distmega.hostir.run.early_reads import early_reads
 from distmega.hostir.run.evaluator import Evaluator
-from distmega.kernels.runtime import late
+from distmega.kernels.runtime import late as runtime_late
 from distmega.kernels.runtime.compilations import has_triton
 from distmega.models.decoder import PEAKS, Logits
 from distmega.program.types import KNOWN
@@ -86,7 +86,7 @@ class Prefills:
         self._device = device
         self._max_context = decode_plan.max_context
         self._packs = num_micro_batches(decode_plan) == 1
-        alone = decode_plan.staged.stage.num_stages == 1 and self._packs
+        alone = decode_plan.num_stages == 1 and self._packs
         self._captures = device.type == "cuda" and alone
         self._recurrent = bool(decode_plan.config.recurrent_states)
         self._budget = 1 if self._recurrent else decode_plan.options.max_batched_tokens
@@ -252,9 +252,8 @@ class Prefills:
         planned and extents divide alike. And whether it is proven.
         """
         if not self._packs:
-            return lower_prefill(self._decode_plan, size, logits), False
-        staged = self._decode_plan.staged
-        proven, alone = staged.stage.num_stages == 1, staged.plan.mesh.num_ranks == 1
+            return late.lower_prefill(self._decode_plan, size, logits), False
+        proven, alone = self._decode_plan.num_stages == 1, self._decode_plan.ranks.num_ranks == 1
         key = 0 if alone else max(size - 1, LEAST_RANGE).bit_length(), logits
         known = self._planned.get(key)
         first = known is None
@@ -268,7 +267,7 @@ class Prefills:
         if all(buffers[name].shape == shape for name, shape in inputs.items()):
             return known, proven or not first
         try:
-            resized = resize_inputs(known, inputs, f"decoder_{size}")
+            resized = host_late.resize_inputs(known, inputs, f"decoder_{size}")
             return resized, proven or not first
         except UnsupportedError as error:
             logger.debug("%d rows are planned anew: %s", size, error)
@@ -280,7 +279,7 @@ class Prefills:
         all sizes.
         """
         self._plans_anew = True
-        host = lower_prefill(self._decode_plan, size, logits)
+        host = late.lower_prefill(self._decode_plan, size, logits)
         options, context = self._decode_plan.options, self._max_context
         most = max(size, min(options.max_batched_tokens, context * options.batch))
         symmetric_buffers = (
@@ -288,7 +287,7 @@ class Prefills:
             for one in host.symmetric_buffers
         )
         host = replace(host, symmetric_buffers=tuple(symmetric_buffers))
-        if self._decode_plan.staged.stage.num_stages == 1:
+        if self._decode_plan.num_stages == 1:
             host_late.prove_once(host)
         return host
 
@@ -321,7 +320,7 @@ class Prefills:
         Triton's cache has most of them.
         """
         if has_triton():
-            with late.launching_nothing(self._device), early_reads(states=False):
+            with runtime_late.launching_nothing(self._device), early_reads(states=False):
                 program.evaluator.rehearse({**tensors, **program.given})
                 self._kept.write()  # while compilers run
 

@@ -1,6 +1,6 @@
-"""What reads models that our own decoders do not cover, which takes torch and transformers, and
-files, configurations and tokenizers of published ones: imported when there is one. See
-distmega/lazy.py."""
+"""What reads models that our own decoders do not cover, which takes torch and transformers, the
+Hub's cache, and files, configurations and tokenizers of published models: imported when there is
+one. See distmega/lazy.py."""
 
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from distmega.models.gguf.source import read_gguf
     from distmega.models.gguf.tokenizer import tokenizer_from_gguf
     from distmega.models.huggingface.config import config_from_hf
+    from distmega.models.huggingface.hub import Needs, hub_folder, is_hub_id
     from distmega.models.huggingface.safetensors_source import read_safetensors
     from distmega.models.huggingface.tokenizer import TOKENIZER_FILE, tokenizer_from_folder
     from distmega.torch_import.huggingface.decoders import HfDecoder
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
 __all__ = [
     "TOKENIZER_FILE",
     "HfDecoder",
+    "Needs",
     "config_from_gguf",
     "config_from_hf",
+    "hub_folder",
+    "is_hub_id",
     "open_gguf",
     "read_decoder",
     "read_gguf",

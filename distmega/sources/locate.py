@@ -16,7 +16,6 @@ from distmega.arguments import require_type
 from distmega.errors import ModelError, UnknownModelError
 from distmega.models.decoder import AnyDecoder
 from distmega.models.fields import read_json, require_target
-from distmega.models.huggingface.hub import Needs, hub_folder, is_hub_id
 from distmega.models.presets import PRESETS
 from distmega.sources import late
 
@@ -45,7 +44,7 @@ class Location:
         return self.kind in ("preset", "config")
 
 
-def locate_model(name: str | PathLike[str], needs: Needs = "config") -> Location:
+def locate_model(name: str | PathLike[str], needs: "late.Needs" = "config") -> Location:
     """Resolves a preset, a packaged model, a path or an id of the Hugging Face Hub; ModelError says
     what there is instead.
 
@@ -60,9 +59,9 @@ def locate_model(name: str | PathLike[str], needs: Needs = "config") -> Location
         return Location(kind="gguf", name=name, path=_packaged_gguf(name))
     path = _path_of(name)
     if path is None:
-        if not is_hub_id(name):
+        if not late.is_hub_id(name):
             raise _no_such_model(name)
-        folder = hub_folder(name, _expected_names(), needs)
+        folder = late.hub_folder(name, _expected_names(), needs)
         return Location(kind="folder", name=name, path=folder, of_hub=True)
     if path.is_dir():
         require_target(path / _CONFIG)

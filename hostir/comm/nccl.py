@@ -20,8 +20,7 @@ from distmega.hostir.comm.communicator import GlooCommunicator, TeamCommunicator
 from distmega.hostir.comm.nccl_signals import Signals
 from distmega.hostir.comm.plain import Plain
 from distmega.hostir.comm.waits import await_gpu
-from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.stages import AXIS
+from distmega.sharding.layout.mesh import STAGE_AXIS, DeviceMesh
 
 P = TypeVar("P", bound=Plain)
 
@@ -46,7 +45,7 @@ class NcclCommunicator(TeamCommunicator):
         self._pending: list[dist.P2POp] | None = None
         for axis in mesh.names:
             self.all_gather(axis, *self._probe(mesh.size(axis)), 0).wait()
-            if axis == AXIS:
+            if axis == STAGE_AXIS:
                 self._connect(axis)
         torch.cuda.synchronize()
 

@@ -16,6 +16,9 @@ from distmega.hostir.ir.matmul_nodes import FusedMatmul, SymmetricBuffer
 from distmega.program.types import Attr, Op, Program, Tensor
 from distmega.sharding.layout.mesh import DeviceMesh
 
+FREE = "free"
+"""Cross-GPU event by which a stage of a pipeline says that it has done a micro-batch."""
+
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
 

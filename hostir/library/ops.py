@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distmega.errors import ProgramError
-from distmega.hostir.library import experts
+from distmega.hostir.library import experts, late
 from distmega.hostir.library.heads import (
     attend_in_turn,
     compile_heads,
@@ -34,7 +34,6 @@ from distmega.hostir.library.matmuls import (
     shaped_product,
 )
 from distmega.hostir.library.norms import compile_norm, normalise
-from distmega.hostir.library.opaque import compile_opaque
 from distmega.hostir.library.pointwise import OpFunction, compile_pointwise, evaluate_all
 from distmega.hostir.library.rows import compile_rows, run_rows
 from distmega.hostir.library.torch_types import operand_dtype, widen
@@ -460,7 +459,7 @@ COMPILERS: dict[str, Callable[[Op, Coordinate], OpFunction]] = {
     FUSED: lambda op, coordinate: _compile_step(op, attention),
     "split_linear": lambda op, coordinate: compile_split(op),
     "fused_rows": lambda op, coordinate: compile_rows(op, run_rows),
-    "opaque": lambda op, coordinate: compile_opaque(op),
+    "opaque": lambda op, coordinate: late.compile_opaque(op),
 }
 """Op kind -> binds an op at a rank's mesh coordinate; others are run by their references."""
 

@@ -8,9 +8,10 @@ prefill_plan.py of distmega/engine/.
 """
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from distmega.hostir.lower.joined_weights import SPAN
 from distmega.program.ops.parts import access_named, axis_names, make_op
 from distmega.program.types import Access, Axis, Index, Op, Tensor, accesses
 from distmega.sharding.localize import LocalProgram
@@ -22,17 +23,6 @@ from distmega.sharding.overlap.pairs import (
     plain_rows,
 )
 from distmega.sharding.search.cost import Machine
-
-SPAN = "@"
-"""Between the names of the first and the last weight that a joined one covers. Weights that are
-computed of others have it in their own names.
-"""
-
-
-def first_covered(name: str, weights: Container[str]) -> str:
-    """The first of the weights that the joined weight `name` covers."""
-    signs = (at for at, letter in enumerate(name) if letter == SPAN)
-    return next(name[:at] for at in signs if name[:at] in weights and name[at + 1 :] in weights)
 
 
 def join_products(

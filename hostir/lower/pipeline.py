@@ -19,7 +19,7 @@ it. A stage receives what it needs of a micro-batch, works, and sends on what ot
     recv next from pp[2] as next.recv
 
 The event `free` says that a receiver is done with a micro-batch, so that a sender is never more
-than IN_FLIGHT ahead. Stages are coordinates of the mesh axis AXIS; ranks with equal other
+than IN_FLIGHT ahead. Stages are coordinates of the mesh axis STAGE_AXIS; ranks with equal other
 coordinates talk to each other. Next: passes.py.
 """
 
@@ -32,6 +32,7 @@ from distmega.arguments import shown as shown_value
 from distmega.errors import PlanError
 from distmega.hostir.ir.matmul_nodes import largest_symmetric_buffers
 from distmega.hostir.ir.nodes import (
+    FREE,
     Allocate,
     Deallocate,
     EndCoalescing,
@@ -54,12 +55,12 @@ from distmega.hostir.ir.uses import shown, storage_of, view_sources
 from distmega.program.ops.data_movement import copy
 from distmega.program.ops.parts import fresh_name
 from distmega.program.types import Tensor
-from distmega.sharding.stages import AXIS, Stage, Transfer
+from distmega.sharding.layout.mesh import STAGE_AXIS
+from distmega.sharding.stages import Stage, Transfer
 
 IN_FLIGHT = 2
 """Micro-batches that a stage may have sent and the next one not yet have done."""
 
-FREE = "free"
 CHUNK = "chunk"
 
 
@@ -293,10 +294,10 @@ class _Link:
         return name
 
     def signal(self, stage: int) -> Node:
-        return Signal(name=FREE, peer=Peer(mesh_axis=AXIS, offset=stage))
+        return Signal(name=FREE, peer=Peer(mesh_axis=STAGE_AXIS, offset=stage))
 
     def await_free(self, stage: int) -> Node:
-        return WaitSignal(name=FREE, peer=Peer(mesh_axis=AXIS, offset=stage))
+        return WaitSignal(name=FREE, peer=Peer(mesh_axis=STAGE_AXIS, offset=stage))
 
 
 def _receive(transfers: Sequence[Transfer], name_of: Names) -> list[Node]:
@@ -323,9 +324,11 @@ def _transfer(received: Sequence[Transfer], sent: Sequence[Transfer]) -> list[No
 
 
 def _recv(name: str, t: Transfer) -> Recv:
-    return Recv(buffer=name, peer=Peer(mesh_axis=AXIS, offset=t.source), handle=f"{name}.recv")
+    return Recv(
+        buffer=name, peer=Peer(mesh_axis=STAGE_AXIS, offset=t.source), handle=f"{name}.recv"
+    )
 
 
 def _send_one(name: str, t: Transfer) -> Send:
     handle = f"{name}.to{t.target}"
-    return Send(buffer=name, peer=Peer(mesh_axis=AXIS, offset=t.target), handle=handle)
+    return Send(buffer=name, peer=Peer(mesh_axis=STAGE_AXIS, offset=t.target), handle=handle)

@@ -14,7 +14,7 @@ from distmega.errors import UnsupportedError, counted
 from distmega.kernels import late
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.batch_plan.words import BATCH
-from distmega.kernels.hopper.plan.matrices import count_rows
+from distmega.kernels.hopper.plan.extents import count_rows
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.runtime.arena import ArenaLayout
 from distmega.kernels.tasks.mode import Mode

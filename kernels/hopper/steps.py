@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distmega.errors import RequestError
-from distmega.kernels.hopper.timeline import Stamps
+from distmega.kernels.hopper.plan.types import Stamps
 from distmega.kernels.runtime.symmetric import Team
 from distmega.trace_file import Span
 

@@ -4,18 +4,16 @@ In: the queues of a launch and the kernel's stamps. Out: spans for distmega/trac
 Torch-free. Next on the walk: one_row/kernel.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.diagnosis import describe, describe_batch
-from distmega.kernels.hopper.plan.types import RowQueues
+from distmega.kernels.hopper.plan.types import RowQueues, Stamps
 from distmega.kernels.hopper.plan.words import Instruction, RowAttention
 from distmega.kernels.runtime.sm_spans import sm_span
 from distmega.trace_file import Span
-
-Stamps = Sequence[Sequence[Sequence[Sequence[int]]]]
 
 
 def timeline_spans(queues: RowQueues, stamps: Stamps, rank: int) -> Iterator[Span]:

@@ -16,6 +16,9 @@ from distmega.errors import MeshError, counted
 
 Nested = int | Sequence["Nested"]
 
+STAGE_AXIS = "pp"
+"""The mesh axis of stages of a pipeline."""
+
 MAX_RANKS = 65_536
 MAX_DEPTH = 16
 """Of lists of ranks, in which each level is an axis."""

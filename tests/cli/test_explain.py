@@ -29,7 +29,8 @@ from distmega.cli.explain.fold import fold_lines, folded_text
 from distmega.cli.explain.page import KIND_COLOURS
 from distmega.cli.explain.timeline import predict_timeline
 from distmega.cli.main import main
-from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
+from distmega.engine.decode_plan import model_mesh
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.queues import Queues
@@ -287,7 +288,7 @@ def test_tasks_and_events_are_those_that_the_interpreter_runs(num_sms: int):
     staged = plan_decode(config, mesh, CPU, options)
     decode = lower_decode(config, staged, options, peer_memory=True)
     (segment,), (facts,) = decode.host.segments, stage.host.segments
-    kernel = compile_megakernel(segment, decode.staged.mesh, num_sms=num_sms)
+    kernel = compile_megakernel(segment, decode.mesh, num_sms=num_sms)
     assert facts.num_tasks == sum(map(len, kernel.schedule.queues))
     assert facts.num_events == kernel.schedule.num_events
     assert facts.num_sms == num_sms

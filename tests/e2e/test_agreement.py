@@ -18,7 +18,7 @@ def refusals(found: list[tuple[tuple[str, ...], int, list[str]]]) -> list[str]:
     told = []
     comm: Any = SimpleNamespace(mesh=MESH, all_gather_object=lambda _mine: found)
     for cuts, index, fingerprints in found:
-        plan: Any = SimpleNamespace(cuts=cuts, stage=SimpleNamespace(index=index))
+        plan: Any = SimpleNamespace(cuts=cuts, stage=index)
         with pytest.raises(LaunchError) as failure:
             require_agreement(comm, plan, fingerprints)
         told.append(failure.value.found)

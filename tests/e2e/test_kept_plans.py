@@ -1,7 +1,9 @@
 """Plans on disk: what is made once, what anew, and that what is read equals what was made."""
 
+import importlib.util
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,10 +18,11 @@ import torch
 
 from distmega.compiled import lowering
 from distmega.engine import kept_plans
-from distmega.engine.decode_plan import DecodePlan, lower_decode, plan_decode
+from distmega.engine.decode_plan import DecodePlan
+from distmega.engine.decode_planner import lower_decode, plan_decode, planned_of
 from distmega.engine.kept_plans import NOTHING_KEPT, KeptPlans
 from distmega.engine.prefill import Prefills
-from distmega.engine.prefill_plan import lower_prefill
+from distmega.engine.prefill_planner import lower_prefill
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels import whole
@@ -37,6 +40,7 @@ from distmega.sharding.localize import localize
 from distmega.sharding.planner import plan_program
 from distmega.superopt.rules import RewriteRule, shipped_rules
 from distmega.whole_file import replace_file
+from tests.repo.test_layering import is_not_at_start
 
 ALONE = DeviceMesh(tp=1)
 CONFIG = ModelConfig(
@@ -169,6 +173,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path):
     write = f"""
 import os, pathlib, signal
 from distmega.whole_file import replace_file
+from tests.repo.test_layering import is_not_at_start
 with replace_file(pathlib.Path({str(tmp_path / "plan-0.pickle")!r})) as file:
     file.write(b"half")
     file.flush()
@@ -189,6 +194,62 @@ def test_a_decode_plan_is_read_as_it_was_made(decode_plan: DecodePlan, tmp_path:
     for _ in range(2):
         assert process(CONFIG, folder=tmp_path)("decode", (), made) == decode_plan
     assert made.num == 1
+
+
+def test_what_a_decode_plan_was_made_from_is_read_when_it_is_asked_for(
+    decode_plan: DecodePlan, monkeypatch: pytest.MonkeyPatch
+):
+    read: list[int] = []
+    load = pickle.loads
+
+    def loads(data: bytes) -> object:
+        read.append(len(data))
+        return load(data)
+
+    kept = pickle.dumps(decode_plan)
+    monkeypatch.setattr(pickle, "loads", loads)
+    found: DecodePlan = load(kept)
+    assert len(kept) > len(pickle.dumps(found.host))
+    assert (found.host, found.fingerprint) == (decode_plan.host, decode_plan.fingerprint)
+    again: DecodePlan = load(pickle.dumps(found))
+    assert not read
+    for each in (found, again):
+        assert planned_of(each) == planned_of(decode_plan)
+        assert planned_of(each) is planned_of(each)
+    assert len(read) == 2
+
+
+STARTED = """
+import pickle, sys, torch
+import distmega.engine.ranks.jobs
+from distmega.kernels import late
+from distmega.kernels.runners import unfold
+plan, queues, prompt = (pickle.loads(data) for data in pickle.loads(sys.stdin.buffer.read()))
+assert unfold(queues, None).stages
+if len(sys.argv) > 1:
+    late.RowRunner
+print("\\n".join(name for name in sys.modules if name.startswith("distmega")))
+"""
+"""What a process does that finds all on disk, until a GPU is needed."""
+
+
+def test_what_is_read_is_read_without_what_plans(decode_plan: DecodePlan):
+    """Each module is a file to read, of which some hosts read one in 2 ms."""
+    arenas = decode_plan.weights, decode_plan.states
+    queues = fold(build_queues(decode_plan.host.segments[0], *arenas, 8, 0, "op"))
+    values = decode_plan, queues, lower_prefill(decode_plan, 128, "none")
+    given = pickle.dumps([*map(pickle.dumps, values)])
+    has_triton = importlib.util.find_spec("triton") is not None
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED, *(["with triton"] if has_triton else [])],
+        input=given,
+        capture_output=True,
+        check=True,
+    )
+    loaded = set(done.stdout.decode().split())
+    assert "distmega.engine.engine" in loaded
+    assert not [name for name in loaded if is_not_at_start(name)]
+    assert len(loaded) < (240 if has_triton else 200)
 
 
 def test_queues_are_read_without_their_instructions(decode_plan: DecodePlan, tmp_path: Path):
@@ -269,7 +330,7 @@ def test_a_prompt_program_serves_prompts_of_other_sizes(
         lowered.append(size)
         return lower_prefill(plan, size, logits)
 
-    monkeypatch.setattr("distmega.engine.prefill.lower_prefill", lower)
+    monkeypatch.setattr("distmega.engine.late.lower_prefill", lower)
     for size in (128, 64, 128, 448):
         kept, comm = KeptPlans(CONFIG, folder=tmp_path), SingleCommunicator(ALONE)
         prefills = Prefills(decode_plan, Mock(), comm, torch.device("cuda"), kept)

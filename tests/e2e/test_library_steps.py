@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from distmega.engine import library_steps
-from distmega.engine.decode_plan import DecodePlan, lower_decode, lower_library_decode, plan_decode
+from distmega.engine.decode_plan import DecodePlan
+from distmega.engine.decode_planner import lower_decode, lower_library_decode, plan_decode
 from distmega.engine.library_steps import LibrarySteps
 from distmega.engine.requests import EngineOptions
 from distmega.errors import RequestError
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.ir.nodes import LibraryOp
-from distmega.hostir.lower.join_products import first_covered
+from distmega.hostir.lower.joined_weights import first_covered
 from distmega.hostir.run.early_reads import reads_states_early
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.library.device_ops import KernelOps
@@ -69,7 +70,7 @@ def opened() -> tuple[Evaluator, dict[str, Tensor]]:
             first = first_covered(buffer.name, plan.weights.tensors)
             given[buffer.name] = spanning_view(plan.weights, weights, buffer, first)
     comm = SingleCommunicator(host.mesh)
-    ops = KernelOps(masked=True, rules=lambda: plan.staged.rules)
+    ops = KernelOps(masked=True, rules=lambda: plan.rules)
     return Evaluator(host, comm, {}, ops=ops), given
 
 

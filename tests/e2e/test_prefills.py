@@ -6,7 +6,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from distmega.engine.decode_plan import lower_decode, plan_decode
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.engine import Engine
 from distmega.engine.prefill import Prefills
 from distmega.engine.prefill_plan import prefill_size

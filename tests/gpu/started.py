@@ -4,8 +4,7 @@ many kernels were compiled when, how often it planned and rehearsed, and the tok
 
 import json
 
-from distmega.engine import engine as engines
-from distmega.engine import kept_plans
+from distmega.engine import kept_plans, late
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.hopper.one_row.runner import RowRunner
 from distmega.kernels.runtime import warm_up
@@ -18,7 +17,7 @@ counts = {"rehearsals": 0, "plans": 0}
 
 def watch() -> None:
     """Counts plans and rehearsals, and kernels compiled before something runs."""
-    rehearse, plan = Evaluator.rehearse, engines.plan_decode
+    rehearse, plan = Evaluator.rehearse, late.plan_decode
 
     def rehearsed(self: Evaluator, tensors: dict[str, object]) -> None:
         counts["rehearsals"] += 1
@@ -29,7 +28,7 @@ def watch() -> None:
         return plan(*given, **named)  # type: ignore[arg-type]
 
     Evaluator.rehearse = rehearsed  # type: ignore[assignment, method-assign]
-    engines.plan_decode = planned  # type: ignore[assignment]
+    late.plan_decode = planned  # type: ignore[assignment]
     run = Evaluator.run
 
     def first_run(self: Evaluator, tensors: dict[str, object]) -> object:

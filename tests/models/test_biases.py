@@ -10,7 +10,8 @@ import torch
 
 import distmega
 from distmega.cli.main import main
-from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
+from distmega.engine.decode_plan import model_mesh
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import SingleCommunicator

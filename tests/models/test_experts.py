@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from distmega.engine.decode_plan import expert_layouts
+from distmega.engine.decode_planner import expert_layouts
 from distmega.engine.requests import Experts
 from distmega.errors import ModelError, RequestError
 from distmega.hostir.lower.lower import lower_program

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from distmega.engine.decode_plan import kv_copies_to_try, lower_decode, model_mesh, plan_decode
+from distmega.engine.decode_plan import model_mesh
+from distmega.engine.decode_planner import kv_copies_to_try, lower_decode, plan_decode
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.errors import PlanError

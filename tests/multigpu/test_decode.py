@@ -13,8 +13,7 @@ from torch import Tensor
 from distmega.engine.engine import Engine
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import Communicator, SingleCommunicator
-from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.stages import AXIS
+from distmega.sharding.layout.mesh import STAGE_AXIS, DeviceMesh
 from distmega.sources.load import open_model
 from tests.multigpu.ranks import ON_GPUS
 
@@ -87,7 +86,7 @@ def compare_ranks(comm: Communicator, model: str, device: str) -> None:
     greedy = {"one rank": greedy_tokens(lone, ids)}
     for collectives in ("kernel", "host"):
         team = open_engine(comm, model, device, collectives)
-        staged = AXIS in comm.mesh.names
+        staged = STAGE_AXIS in comm.mesh.names
         launches_steps = team.device.type == "cuda" and not staged  # the kernel's, or a graph's
         assert (team.stepping is not None) == launches_steps
         assert team.uses_megakernel or collectives == "host"

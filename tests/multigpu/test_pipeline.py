@@ -8,22 +8,22 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
+from distmega.engine.decode_plan import model_mesh
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.kept_plans import NOTHING_KEPT
 from distmega.engine.opening import Arenas, Opener
 from distmega.engine.requests import EngineOptions
 from distmega.errors import UnsupportedError
 from distmega.hostir.comm.communicator import Communicator, GlooCommunicator
 from distmega.hostir.comm.nccl import NcclCommunicator
-from distmega.hostir.lower.pipeline import FREE
+from distmega.hostir.ir.nodes import FREE
 from distmega.hostir.run.cuda_graph import CapturedHost
 from distmega.hostir.run.evaluator import Evaluator
 from distmega.kernels.machines import H200
 from distmega.kernels.runtime.streams.signals import PeerSignals, open_signals
 from distmega.kernels.runtime.symmetric import open_symmetric
 from distmega.models.presets import PRESETS
-from distmega.sharding.layout.mesh import DeviceMesh
-from distmega.sharding.stages import AXIS
+from distmega.sharding.layout.mesh import STAGE_AXIS, DeviceMesh
 from examples.pipeline import expected_rows, make_stages, make_values
 from tests.multigpu.ranks import ON_EITHER, ON_GPUS, TIMEOUT_S
 from tests.multigpu.test_decode import CASES, decode_as_exactly
@@ -66,7 +66,7 @@ def run_stages(comm: Communicator) -> None:
         return
     for transport in TRANSPORTS:
         mine = NcclCommunicator(mesh, comm.rank, TIMEOUT_S)
-        open_signals(mine, AXIS, (FREE,), TIMEOUT_S, peer_memory=transport == "peer")
+        open_signals(mine, STAGE_AXIS, (FREE,), TIMEOUT_S, peer_memory=transport == "peer")
         run_on(mine)
 
 

@@ -13,9 +13,9 @@ from transformers.core_model_loading import Chunk, WeightConverter
 import distmega
 from distmega.cli.explain import collect_decode, write_report
 from distmega.cli.main import main
-from distmega.engine.decode_plan import lower_decode, lower_library_decode, plan_decode
+from distmega.engine.decode_planner import lower_decode, lower_library_decode, plan_decode
 from distmega.engine.engine import Engine
-from distmega.engine.prefill_plan import lower_prefill
+from distmega.engine.prefill_planner import lower_prefill
 from distmega.errors import ModelError, PlanError, RequestError
 from distmega.kernels.machines import H200
 from distmega.sources.locate import read_config

@@ -23,12 +23,12 @@ from distmega.cli.explain.facts import (
     TimeFacts,
 )
 from distmega.cli.explain.timeline import predict_timeline
-from distmega.engine.decode_plan import (
-    DecodePlan,
+from distmega.engine.decode_plan import DecodePlan, num_stages_of
+from distmega.engine.decode_planner import (
     lower_decode,
     lower_library_decode,
-    num_stages_of,
     plan_decode,
+    planned_of,
 )
 from distmega.engine.requests import EngineOptions
 from distmega.errors import UnsupportedError, counted
@@ -113,7 +113,7 @@ def collect_decode(
 
 
 def _stage(index: int, decode: DecodePlan, kernel: Kernel, full: bool) -> StageFacts:
-    plan, machine = decode.staged.plan, decode.machine
+    plan, machine = planned_of(decode).staged.plan, decode.machine
     fused_us = {one.pair.result: dict(one.times_us).get(one.way, 0.0) for one in plan.overlaps}
     memory = plan.memory
     queues, runs_as = kernel
@@ -153,7 +153,7 @@ def _gpu_kernels(decodes: Sequence[DecodePlan]) -> list[Kernel]:
 
 
 def _gpu_kernel(decode: DecodePlan) -> Kernel:
-    segments, options, plan = decode.host.segments, decode.options, decode.staged.plan
+    segments, options, plan = decode.host.segments, decode.options, planned_of(decode).staged.plan
     if decode.machine == CPU:
         count = counted(len(segments), "segment")
         return None, f"{count} by the interpreter of queues"
@@ -178,10 +178,10 @@ def _gpu_kernel(decode: DecodePlan) -> Kernel:
 
 
 def _notes(decode: DecodePlan) -> Iterator[str]:
-    if (copies := decode.staged.kv_copies) > 1:
+    if (copies := decode.kv_copies) > 1:
         heads = decode.config.num_kv_heads // copies
         yield f"kv heads: {heads}, each copied {copies} times, for more ranks than there are"
-    plan = decode.staged.plan
+    plan = planned_of(decode).staged.plan
     used = {axis for step in plan.decisions for axis, _ in step.splits}
     for axis, size in plan.mesh.axes:
         if size > 1 and axis not in used:
@@ -193,7 +193,7 @@ def _notes(decode: DecodePlan) -> Iterator[str]:
 
 def _rule_notes(decode: DecodePlan, one_kernel: bool) -> Iterator[str]:
     """The rewrite rules that made ops of what runs."""
-    known = {rule.name: rule for rule in decode.staged.rules}
+    known = {rule.name: rule for rule in decode.rules}
     if one_kernel:
         for used, names in rules_of_ops(decode.host.segments[0], known).items():
             yield f"ops {', '.join(names)} are made by rule {used.partition('#')[0]}"
@@ -355,7 +355,7 @@ def _tasks(decode: DecodePlan, queues: Queues | None) -> list[SegmentFacts]:
 
 def _interpreted(segment: Program, decode: DecodePlan) -> SegmentFacts:
     """As engine/cpu_kernels.py opens it."""
-    options, mesh = decode.options, decode.staged.mesh
+    options, mesh = decode.options, decode.mesh
     expanded = expand_segment(segment, mesh)
     groups = tile_segment(expanded, options.num_sms)
     graph = build_task_graph(expanded, groups, team_size(expanded, mesh), options.events)

@@ -7,7 +7,7 @@ engine.py, opening.py, compiled/lowering.py and compiled/program.py.
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from distmega.engine.decode_plan import StagePlan
+from distmega.engine.decode_plan import DecodePlan
 from distmega.engine.requests import EngineOptions
 from distmega.errors import LaunchError, UnsupportedError, argument, counted
 from distmega.hostir.comm.communicator import Communicator
@@ -67,11 +67,11 @@ def require_equal(comm: Communicator, what: str, mine: Sequence[str]) -> None:
         )
 
 
-def require_agreement(comm: Communicator, plan: StagePlan, fingerprints: list[str]) -> None:
+def require_agreement(comm: Communicator, plan: DecodePlan, fingerprints: list[str]) -> None:
     """All ranks must have cut the program at the same places, those of a stage have planned the
     same; LaunchError, everywhere, that names those who did not.
     """
-    mine = plan.cuts, plan.stage.index, fingerprints
+    mine = plan.cuts, plan.stage, fingerprints
     found = dict(zip(comm.mesh.ranks, comm.all_gather_object(mine), strict=True))
     first_cuts, _, _ = found[comm.mesh.ranks[0]]
     first = {index: theirs for _, index, theirs in reversed(found.values())}

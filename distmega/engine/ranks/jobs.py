@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distmega.arguments import require_whole
+from distmega.engine import late
 from distmega.engine.decode_plan import model_mesh
 from distmega.engine.engine import Engine, require_choices, require_opened
 from distmega.engine.ranks.answers import GrowingAnswer
 from distmega.engine.ranks.communicators import left_on_failure, open_communicator
 from distmega.engine.ranks.context import Emit, RankContext, require_context
-from distmega.engine.ranks.trace_summary import summarise
 from distmega.engine.requests import (
     MAX_DEGREE,
     Doing,
@@ -187,7 +187,7 @@ def trace(context: RankContext, request: TraceRequest, emit: Emit) -> TraceResul
     if context.rank == 0:
         with naming_unwritable(path, "path"):
             write_trace(path, spans)
-    return TraceResult(num_spans=len(spans), summary=summarise(spans))
+    return TraceResult(num_spans=len(spans), summary=late.summarise(spans))
 
 
 def open_engine(

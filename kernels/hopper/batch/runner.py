@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from distmega.kernels.hopper import late
 from distmega.kernels.hopper.batch import kernel
 from distmega.kernels.hopper.batch.arguments import BatchMemory, BatchSpec
 from distmega.kernels.hopper.batch.bodies.limits import list_words
@@ -32,7 +33,6 @@ from distmega.kernels.hopper.batch_plan.words import (
     STAGES,
     pack,
 )
-from distmega.kernels.hopper.diagnosis import explain_batch_hang
 from distmega.kernels.hopper.one_row.runner import (
     CACHE_ROWS,
     choice_of,
@@ -43,10 +43,9 @@ from distmega.kernels.hopper.one_row.runner import (
     padded_logits,
 )
 from distmega.kernels.hopper.plan.encoded import pack_queues
-from distmega.kernels.hopper.plan.types import NO_ATTENTION
+from distmega.kernels.hopper.plan.types import NO_ATTENTION, Stamps
 from distmega.kernels.hopper.plan.words import MAX_SMS, NO_CHOICE
 from distmega.kernels.hopper.steps import MAX_STEPS, HopperSteps, require_steps
-from distmega.kernels.hopper.timeline import Stamps, batch_spans
 from distmega.kernels.powers import LOG2_E
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
@@ -210,7 +209,7 @@ class BatchRunner(HopperSteps):
         return int(self._state[BATCH_STATE_HITS])
 
     def _spans(self, stamps: Stamps) -> Iterator[Span]:
-        return batch_spans(self.queues, stamps, self._team_rank)
+        return late.batch_spans(self.queues, stamps, self._team_rank)
 
     def raise_hang(self) -> None:
         """See HopperSteps; events and arrivals are what they ought to be after it."""
@@ -219,7 +218,7 @@ class BatchRunner(HopperSteps):
             epoch, num_sms = self._state[BATCH_STATE_EPOCH], len(self.queues.queues)
             events.view(-1, EVENT_WORDS)[:, 0] = epoch * num_sms
             self._arrivals.zero_()
-            raise explain_batch_hang(self.queues, report, self._alarm.limit_s, self._team_rank)
+            raise late.explain_batch_hang(self.queues, report, self._alarm.limit_s, self._team_rank)
 
     def _set_ids(self, ids: Tensor, bound: int | None = None) -> None:
         """Puts the ids, below `bound`, where the kernel looks for those of the step before."""

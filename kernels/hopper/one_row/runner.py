@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from distmega.kernels.hopper.diagnosis import explain_hang
+from distmega.kernels.hopper import late
 from distmega.kernels.hopper.one_row import kernel
 from distmega.kernels.hopper.one_row.arguments import QueueMemory, RowMemory, RowSpec
 from distmega.kernels.hopper.plan.encoded import encode_queues
@@ -23,6 +23,7 @@ from distmega.kernels.hopper.plan.types import (
     Epilogues,
     RowFormulas,
     RowQueues,
+    Stamps,
     WeightMatrix,
     padded_tiles_k,
 )
@@ -47,7 +48,6 @@ from distmega.kernels.hopper.plan.words import (
 )
 from distmega.kernels.hopper.ptx.shapes import THREADS, TILE_SHARED, WEIGHT_SHARED
 from distmega.kernels.hopper.steps import MAX_STEPS, HopperSteps, require_steps
-from distmega.kernels.hopper.timeline import Stamps, timeline_spans
 from distmega.kernels.powers import LOG2_E
 from distmega.kernels.runtime.alarm import LOCAL_LIMIT_S, Alarm
 from distmega.kernels.runtime.arena import ArenaLayout
@@ -198,12 +198,12 @@ class RowRunner(HopperSteps):
         return self._ids[:num_steps, None]
 
     def _spans(self, stamps: Stamps) -> Iterator[Span]:
-        return timeline_spans(self.queues, stamps, self._team_rank)
+        return late.timeline_spans(self.queues, stamps, self._team_rank)
 
     def raise_hang(self) -> None:
         """See HopperSteps."""
         if report := self._alarm.take():
-            raise explain_hang(
+            raise late.explain_hang(
                 self.queues, report, limit_s=self._alarm.limit_s, rank=self._team_rank
             )
 

@@ -8,8 +8,8 @@ from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
+from distmega.kernels.hopper.plan.extents import matrix_columns
 from distmega.kernels.hopper.plan.types import ITEM_BYTES, MAX_MATRICES, WeightMatrix, unfit
-from distmega.kernels.hopper.plan.weight_order import matrix_columns
 from distmega.kernels.hopper.plan.words import (
     NOTHING,
     SLICE_K,
@@ -20,7 +20,7 @@ from distmega.kernels.hopper.plan.words import (
 )
 from distmega.kernels.runtime.arena import ArenaLayout, round_up
 from distmega.kernels.tasks.fuse import Fused, FusedContraction, WeightStream, norms_of
-from distmega.program.types import Program, contracts
+from distmega.program.types import Program
 
 
 class Weights:
@@ -153,19 +153,6 @@ class Weights:
         size = round_up(self.layout.tensors[one].num_bytes)
         if self.layout.offset(one) + size != self.layout.offset(following):
             raise unfit(f"vectors {one!r} and {following!r} apart from each other")
-
-
-def count_rows(segment: Program) -> int:
-    """Rows of x of a segment's linears, the most of any; 1 without linears."""
-    columns, tensors = matrix_columns(segment), segment.tensor_map()
-    return max(
-        (
-            tensors[op.reads[0].tensor].num_elements // columns[op.reads[1].tensor]
-            for op in segment.ops
-            if contracts(op)
-        ),
-        default=1,
-    )
 
 
 def tiles_k(columns: int) -> int:

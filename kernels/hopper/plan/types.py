@@ -50,6 +50,10 @@ def num_stages(max_tiles_k: int) -> int:
     return (SHARED_BYTES - ITEM_BYTES * TILE_K * max_tiles_k - 3072) // TILE_BYTES
 
 
+Stamps = Sequence[Sequence[Sequence[Sequence[int]]]]
+"""Of traced instructions: [steps][sms][instructions][stamps of each]; see timeline.py."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMatrix:
     """All weights of one row length: num_rows rows of `columns` elements from byte `offset` on.

@@ -7,22 +7,10 @@ order. Next on the walk: row_plan/queues.py.
 from collections.abc import Iterator
 
 from distmega.errors import UnsupportedError
+from distmega.kernels.hopper.plan.extents import matrix_columns
 from distmega.kernels.tasks.fuse import FusedContraction, fuse_segment, norms_of
 from distmega.program.kinds import kind_of
-from distmega.program.types import Program, Tensor, contracts
-
-
-def matrix_columns(segment: Program) -> dict[str, int]:
-    """Row length of each weight matrix of a segment: the extent that its products sum over; those
-    of experts lie one behind the other.
-    """
-    columns: dict[str, int] = {}
-    for op in segment.ops:
-        if contracts(op):
-            columns[op.reads[1].tensor] = op.num_reduced
-        elif kind_of(op).contracts:
-            columns[op.reads[1].tensor] = op.extents["k"]
-    return columns
+from distmega.program.types import Program, Tensor
 
 
 def order_weights(segment: Program) -> list[Tensor]:

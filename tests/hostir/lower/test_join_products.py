@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distmega.engine.decode_plan import lower_decode, plan_decode
-from distmega.engine.prefill_plan import lower_prefill
+from distmega.engine.decode_planner import lower_decode, plan_decode
+from distmega.engine.prefill_planner import lower_prefill
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.hostir.ir.nodes import FusedMatmul, LibraryOp

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.engine.decode_plan import lower_decode, plan_decode
-from distmega.engine.prefill_plan import lower_prefill
+from distmega.engine.decode_planner import lower_decode, plan_decode
+from distmega.engine.prefill_planner import lower_prefill
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.check.check import check_host
 from distmega.hostir.comm.communicator import SingleCommunicator

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench.models import gated_mlp
-from distmega.engine.decode_plan import lower_decode, plan_decode
-from distmega.engine.prefill_plan import lower_prefill
+from distmega.engine.decode_planner import lower_decode, plan_decode
+from distmega.engine.prefill_planner import lower_prefill
 from distmega.engine.requests import EngineOptions, Experts
 from distmega.errors import VerifyError
 from distmega.hostir.check.check import check_host

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distmega.engine.decode_plan import DecodePlan, lower_decode, lower_library_decode, plan_decode
-from distmega.engine.prefill_plan import lower_prefill
+from distmega.engine.decode_plan import DecodePlan
+from distmega.engine.decode_planner import lower_decode, lower_library_decode, plan_decode
+from distmega.engine.prefill_planner import lower_prefill
 from distmega.engine.requests import EngineOptions
 from distmega.errors import UnsupportedError
 from distmega.hostir.ir.nodes import HostProgram, LibraryOp

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmega.engine.decode_plan import lower_decode, lower_library_decode, plan_decode
-from distmega.engine.prefill_plan import lower_prefill
+from distmega.engine.decode_planner import lower_decode, lower_library_decode, plan_decode
+from distmega.engine.prefill_planner import lower_prefill
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.ir.nodes import HostProgram, LibraryOp
 from distmega.hostir.library import ops as library

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from distmega.engine.decode_plan import lower_decode, plan_decode
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions, Experts
 from distmega.kernels.hopper.batch.runner import BatchRunner
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from distmega.engine.decode_plan import lower_decode, plan_decode
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.batch.runner import BatchRunner
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues

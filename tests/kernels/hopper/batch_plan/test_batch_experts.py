@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distmega.engine.decode_plan import lower_decode, plan_decode
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.errors import UnsupportedError
 from distmega.hostir.ir.nodes import LaunchMegakernel, LibraryOp, walk_nodes

@@ -19,7 +19,7 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchLinear,
     BatchNorm,
 )
-from distmega.kernels.hopper.plan.matrices import count_rows
+from distmega.kernels.hopper.plan.extents import count_rows
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.machines import H200
 from distmega.kernels.runtime.arena import Space, layout_arena

@@ -25,7 +25,8 @@ from distmega.kernels.hopper.batch_plan.words import (
     BatchSample,
     pack,
 )
-from distmega.kernels.hopper.plan.weight_order import matrix_columns, order_weights
+from distmega.kernels.hopper.plan.extents import matrix_columns
+from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.plan.words import GROUP_UNITS, UNIT_ROWS, WORDS
 from distmega.kernels.runtime.arena import Space, layout_arena
 from distmega.models.config import ModelConfig

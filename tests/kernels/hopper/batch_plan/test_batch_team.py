@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from distmega.engine.decode_plan import DecodePlan, lower_decode, plan_decode
+from distmega.engine.decode_plan import DecodePlan
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.batch.runner import BatchRunner
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
@@ -162,7 +163,7 @@ def test_words_of_an_embedding():
 
 def open_batch_runner(lowered: DecodePlan) -> BatchRunner:
     """To be used within `offline`."""
-    (segment,), tp = lowered.host.segments, lowered.staged.plan.mesh.num_ranks
+    (segment,), tp = lowered.host.segments, lowered.ranks.num_ranks
     return BatchRunner(
         segment,
         build_batch_queues(segment, lowered.weights, lowered.states, NUM_SMS),

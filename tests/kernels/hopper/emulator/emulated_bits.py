@@ -11,7 +11,7 @@ from distmega.errors import UnsupportedError
 from distmega.kernels.hopper.batch_plan import words as batch_words
 from distmega.kernels.hopper.batch_plan.types import BatchQueues
 from distmega.kernels.hopper.plan import words
-from distmega.kernels.hopper.plan.matrices import count_rows
+from distmega.kernels.hopper.plan.extents import count_rows
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.program.types import Program
 from tests.kernels.hopper.emulator.batch.test_batch_emulator import batch_case, emulate

@@ -13,7 +13,7 @@ import torch
 
 from bench.llama import llama_1b
 from bench.models import Model, gated_mlp
-from distmega.engine.decode_plan import lower_decode, plan_decode
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.one_row.runner import RowRunner
 from distmega.kernels.hopper.plan.types import num_stages, padded_tiles_k

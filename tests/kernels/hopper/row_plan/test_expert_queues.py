@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from distmega.engine.decode_plan import lower_decode, plan_decode
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.errors import UnsupportedError
 from distmega.hostir.ir.nodes import Allocate, Deallocate, LaunchMegakernel, LibraryOp, walk_nodes

@@ -6,8 +6,9 @@ from itertools import pairwise
 import pytest
 
 from distmega.errors import UnsupportedError
+from distmega.kernels.hopper.plan.extents import matrix_columns
 from distmega.kernels.hopper.plan.types import RowQueues
-from distmega.kernels.hopper.plan.weight_order import matrix_columns, order_weights
+from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.plan.words import (
     FIELD_WORDS,
     MAX_SMS,

@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 
-from distmega.engine.decode_plan import DecodePlan, lower_decode, model_mesh, plan_decode
+from distmega.engine.decode_plan import DecodePlan, model_mesh
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.hostir.ir.nodes import Collective, HostProgram, LaunchMegakernel, LibraryOp, Send
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues

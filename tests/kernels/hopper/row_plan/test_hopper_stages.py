@@ -5,7 +5,8 @@ from functools import cache
 
 import pytest
 
-from distmega.engine.decode_plan import lower_decode, model_mesh, plan_decode
+from distmega.engine.decode_plan import model_mesh
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.plan.matrices import input_columns
 from distmega.kernels.hopper.plan.types import RowQueues

@@ -5,7 +5,8 @@ from functools import cache
 
 import pytest
 
-from distmega.engine.decode_plan import DecodePlan, lower_decode, plan_decode
+from distmega.engine.decode_plan import DecodePlan
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import (

@@ -11,7 +11,7 @@ from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels.hopper.batch import runner as batch_runner
 from distmega.kernels.hopper.batch_plan.queues import build_batch_queues
 from distmega.kernels.hopper.plan.encoded import encode_queues
-from distmega.kernels.hopper.plan.matrices import count_rows
+from distmega.kernels.hopper.plan.extents import count_rows
 from distmega.kernels.hopper.plan.weight_order import order_weights
 from distmega.kernels.hopper.row_plan.queues import build_queues
 from distmega.kernels.machines import CPU

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from distmega.engine.decode_plan import lower_decode, plan_decode
+from distmega.engine.decode_planner import lower_decode, plan_decode
 from distmega.engine.requests import EngineOptions
 from distmega.errors import CheckError
 from distmega.kernels.machines import H200

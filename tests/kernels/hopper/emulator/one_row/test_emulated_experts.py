@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmega.engine.decode_plan import expert_layouts
+from distmega.engine.decode_planner import expert_layouts
 from distmega.errors import CheckError
 from distmega.kernels.hopper.plan.types import RowQueues
 from distmega.kernels.hopper.plan.words import RowRoute
