@@ -73,7 +73,7 @@ def find_late_start(queues: RowQueues) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """An instruction of an SM with what it reads and writes."""
+    """An instruction of an SM with what it reads, one object where that is equal, and writes."""
 
     sm: int
     i: int
@@ -116,13 +116,15 @@ class _Proof:
     def find_rounds(self) -> Iterator[list[_Task]]:
         """Instructions in the order of ops, at most one of an SM in a round."""
         order: dict[Kind, list[_Task]] = {}
+        known: dict[tuple[Read, ...], tuple[Read, ...]] = {}
         for sm, queue in enumerate(self.queues.queues):
             for i, one in enumerate(queue):
+                polled = tuple(_joined(reads(one, self.queues)))
                 task = _Task(
                     sm,
                     i,
                     one.name,
-                    tuple(_joined(reads(one, self.queues))),
+                    known.setdefault(polled, polled),
                     tuple(writes(one, self.queues, sm)),
                     isinstance(one, RowEmbed),
                 )
@@ -242,26 +244,29 @@ class _Proof:
         """
         sms = [task.sm for task in tasks]
         own, peer = self.own[sms], self.peer[sms]
-        skipped: list[tuple[int, Clocks, Clocks]] = []
-        for row, task in enumerate(tasks):
-            now = tuple(read for read in task.reads if read.phase == phase)
+        skipped: list[tuple[list[int], Clocks, Clocks]] = []
+        waiting: list[int] = []
+        for rows in _by_reads(tasks):
+            now = tuple(read for read in tasks[rows[0]].reads if read.phase == phase)
             found = self.learnt(tuple(read for read in now if read.always), step)
             if found is None:
-                if not task.given:
-                    return f"{task.name!r} on SM {task.sm} waits for ever"
+                waiting += [row for row in rows if not tasks[row].given]
                 continue
-            np.maximum(own[row], found[0], out=own[row])
-            np.maximum(peer[row], found[1], out=peer[row])
+            own[rows] = np.maximum(own[rows], found[0])
+            peer[rows] = np.maximum(peer[rows], found[1])
             for read in now:
                 more = None if read.always else self.learnt((read,), step)
                 if more is not None:
-                    skipped.append((row, *more))
+                    skipped.append((rows, *more))
+        if waiting:
+            task = tasks[min(waiting)]
+            return f"{task.name!r} on SM {task.sm} waits for ever"
         past = [step * int(self.lengths[t.sm]) + PHASES * t.i + phase + 1 for t in tasks]
         own[range(len(tasks)), sms] = past
         self.own[sms], self.peer[sms] = own, peer
-        for row, mine, theirs in skipped:  # an instruction that writes has read them
-            np.maximum(own[row], mine, out=own[row])
-            np.maximum(peer[row], theirs, out=peer[row])
+        for rows, mine, theirs in skipped:  # an instruction that writes has read them
+            own[rows] = np.maximum(own[rows], mine)
+            peer[rows] = np.maximum(peer[rows], theirs)
         hazard = self.check(tasks, phase, step, own, peer)
         if not hazard and any(write.phase == phase for task in tasks for write in task.writes):
             self.publish(tasks, phase, step)
@@ -358,6 +363,14 @@ class _Proof:
             if readers.starts[nth] >= write.words.stop:
                 break
             yield readers.starts[nth], step, readers.needs[nth]
+
+
+def _by_reads(tasks: Sequence[_Task]) -> Iterator[list[int]]:
+    """Rows of the tasks that read the same, which learn the same of it."""
+    found: dict[int, list[int]] = {}
+    for row, task in enumerate(tasks):
+        found.setdefault(id(task.reads), []).append(row)
+    yield from found.values()
 
 
 def _joined(found: Iterator[Read]) -> Iterator[Read]:
