@@ -6,7 +6,7 @@ layers share these lists, and encoder.py puts the addresses in. `is_encodable` t
 has instructions at all; hostir keeps the others as library ops. Next on the walk: encoder.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 
 from distmega.errors import UnsupportedError, counted
@@ -18,7 +18,15 @@ from distmega.kernels.runtime.arena import Operand, Space
 from distmega.kernels.tasks.geometry import make_geometry, unfit
 from distmega.kernels.tasks.groups import restate_groups
 from distmega.kernels.tasks.types import TaskGroup
-from distmega.program.types import Op, Tensor, accesses, grouped_index, packed_strides
+from distmega.program.types import (
+    MAX_FORMS,
+    Op,
+    Tensor,
+    accesses,
+    grouped_index,
+    op_form,
+    packed_strides,
+)
 
 RULES: Mapping[str, LoweringRule] = {**COMPUTE_RULES, **GROUP_RULES, **MOVE_RULES}
 
@@ -29,6 +37,8 @@ MAX_INSTRUCTIONS = 16
 """An op that takes more than this for its whole iteration space is not worth a place in a
 megakernel.
 """
+_encodable: dict[Hashable, bool] = {}
+"""By what decides it: layers of a model are alike."""
 
 
 def lower_group(
@@ -72,7 +82,14 @@ def is_encodable(
     """Whether an op has instructions, and few enough to be worth a place in a megakernel. strides:
     of operands that may be views, in elements; the others are row-major.
     """
-    return why_not_encodable(op, tensors, strides, most=MAX_INSTRUCTIONS) is None
+    names = [access.tensor for access in accesses(op)]
+    form = op_form(op, [tensors[name] for name in names]), tuple(map(strides.get, names))
+    found = _encodable.get(form)
+    if found is None:
+        found = why_not_encodable(op, tensors, strides, most=MAX_INSTRUCTIONS) is None
+        if len(_encodable) < MAX_FORMS:
+            _encodable[form] = found
+    return found
 
 
 def why_not_encodable(

@@ -3,6 +3,7 @@
 import pytest
 
 from distmega.errors import UnsupportedError
+from distmega.kernels.isa import lowering
 from distmega.kernels.isa.lowering import is_encodable, lower_group
 from distmega.kernels.isa.opcodes import (
     Contract,
@@ -176,3 +177,22 @@ def test_operands_of_a_pointwise_op_beyond_four_stand_before_it():
 def test_ops_of_a_decoder_are_encodable():
     program = decoder(1, tp=2)
     assert all(is_encodable(op, program.tensor_map()) for op in program.ops)
+
+
+def test_ops_of_equal_layers_are_asked_once(monkeypatch: pytest.MonkeyPatch):
+    """Strides count: a view may have others."""
+    asked: list[str] = []
+
+    def why_not(op: Op, *given: object, most: int) -> None:
+        asked.append(op.name)
+
+    monkeypatch.setattr(lowering, "_encodable", {})
+    monkeypatch.setattr(lowering, "why_not_encodable", why_not)
+    p = ProgramBuilder("layers")
+    x = p.input("x", (2, 4))
+    for layer in range(3):
+        x = p.linear(x, p.weight(f"w{layer}", (4, 4)), name=f"h{layer}")
+    program = p.build(x)
+    for strides in ({}, {}, {"h1": (1, 2)}):
+        assert all(is_encodable(op, program.tensor_map(), strides) for op in program.ops)
+    assert asked == ["h0", "h1", "h1", "h2"]
