@@ -136,7 +136,7 @@ class _Matcher:
         out = state.names.get(wanted.writes[0].tensor)
         links = self.links.get(wanted.kind, ()) if out is None else self.makers.get(out, ())
         for link in links:
-            if state.taken.isdisjoint(link.members):
+            if _may_be(wanted, link.op) and state.taken.isdisjoint(link.members):
                 free = replace(state, taken=state.taken.union(link.members))
                 for found in self.op(wanted, link.op, free):
                     yield from self.extend(index + 1, found)
@@ -161,11 +161,7 @@ class _Matcher:
         return match if fits else None
 
     def op(self, wanted: Op, op: Op, state: _State) -> Iterator[_State]:
-        """All ways in which an op is the pattern's."""
-        if wanted.kind != op.kind or len(wanted.reads) != len(op.reads):
-            return
-        if len(wanted.axes) != len(op.axes) or len(wanted.writes) != len(op.writes):
-            return
+        """All ways in which an op that may be the pattern's is it."""
         for order, constants in self.orders(wanted, op, state.constants):
             reads = [op.reads[position] for position in order]
             found = self.accesses(wanted, op, [*reads, *op.writes], state)
@@ -221,7 +217,11 @@ class _Matcher:
         extents = dict(state.extents)
         for name, other in local.items():
             mine, theirs = wanted.axis(name), op.axis(other)
-            if replace(mine, name=other, extent=theirs.extent) != theirs:
+            if (mine.role, mine.combine, mine.lookup) != (
+                theirs.role,
+                theirs.combine,
+                theirs.lookup,
+            ):
                 return None
             if not self.extent(self.axes.ops[wanted.name][name], theirs.extent, extents):
                 return None
@@ -237,6 +237,16 @@ class _Matcher:
         for axis in axes:
             size *= extents.setdefault(axis, self.axes.extents[axis])
         return size == extent
+
+
+def _may_be(wanted: Op, op: Op) -> bool:
+    """Whether an op has as much of all as the pattern's."""
+    return (
+        wanted.kind == op.kind
+        and len(wanted.axes) == len(op.axes)
+        and len(wanted.reads) == len(op.reads)
+        and len(wanted.writes) == len(op.writes)
+    )
 
 
 def _same_index(a: Index, b: Index, local: dict[str, str]) -> bool:

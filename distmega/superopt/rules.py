@@ -54,6 +54,10 @@ class RewriteRule:
     library_us: float = 0.0
     measured_us: float = 0.0
 
+    def __hash__(self) -> int:
+        """Of what tells rules apart: they are looked up again and again."""
+        return hash((self.name, self.graph))
+
     @property
     def saved_us(self) -> float:
         """What the graph saves: as measured, or as predicted where nobody measured it."""

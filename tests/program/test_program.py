@@ -265,6 +265,12 @@ def test_values_are_frozen_and_hashable():
         program.name = "other"  # type: ignore[misc]
 
 
+def test_equal_programs_have_one_hash():
+    assert sound() == sound()
+    assert hash(sound()) == hash(sound())
+    assert len({sound(), sound(), with_op(1, name="z"), with_tensor(0, dtype="bf16")}) == 3
+
+
 def test_tensor_sizes():
     tensor = Tensor(name="x", shape=(3, 5), dtype="bf16")
     assert (tensor.num_elements, tensor.num_bytes) == (15, 30)
