@@ -432,8 +432,10 @@ def _forms(
 
 def _ops_us(program: Program, other: Program | None, machine: Machine) -> float:
     """Time of the ops on one rank, but for those of another program."""
-    tensors, known = program.tensor_map(), {*other.ops} if other else set()
-    return math.fsum(op_time_us(op, tensors, machine) for op in program.ops if op not in known)
+    tensors = program.tensor_map()
+    known = {op.name: op for op in other.ops} if other else {}
+    times = (op_time_us(op, tensors, machine) for op in program.ops if known.get(op.name) != op)
+    return math.fsum(times)
 
 
 def _fitting_plan(planner: _Planner, memory_limit_bytes: int | None) -> Plan:

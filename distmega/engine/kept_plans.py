@@ -175,6 +175,7 @@ def _read(path: Path, key: str) -> tuple[object] | None:
     return (value,) if known == key else None
 
 
+@gc_paused
 def _write(path: Path, key: str, value: object) -> None:
     """Replaces the file in one step, so that no reader sees half of it."""
     try:

@@ -61,15 +61,18 @@ def heads_op(op: Op, buffers: Mapping[str, Tensor]) -> HeadsOp | None:
     """
     if op.kind == FUSED:
         return _stated(op)
-    if not all(_is_whole(access, op, buffers) for access in accesses(op)):
+    kind = kind_of(op)
+    is_norm = op.kind == "rms_norm" and len(op.reads) == 3
+    if not (is_norm or kind.rotates or kind.appends) or not all(
+        _is_whole(access, op, buffers) for access in accesses(op)
+    ):
         return None
     names, out = [access.tensor for access in op.reads], op.writes[0].tensor
     shape = buffers[names[0]].shape
     fits = len(shape) >= 3 and shape[-1] % 2 == 0 and buffers[out].dtype == buffers[names[0]].dtype
     if not fits or buffers[out].dtype not in FLOATS_TO_F32:
         return None
-    kind = kind_of(op)
-    if op.kind == "rms_norm" and len(names) == 3:
+    if is_norm:
         part = HeadPart(x=names[0], weight=names[2], out=out, steps=("norm",))
         return HeadsOp(parts=(part,), eps=norms.eps_of(op))
     if kind.rotates and buffers[names[3]].dtype == "f32":
