@@ -93,8 +93,7 @@ class DecodePlan:
     is, of how many; cuts: where stages begin. kv_copies: of each kv head that the program has
     (models/weights/kv_copies.py). fingerprint: of all that ranks of a stage must agree on.
     allocations: of the tensors in `weights` and `states`. peer_memory: whether ranks reach each
-    other's memory. planned: what it was lowered from, see
-    decode_planner.py.
+    other's memory. planned: what it was lowered from, see decode_planner.py.
     """
 
     config: AnyDecoder
@@ -117,8 +116,8 @@ class DecodePlan:
 
     @property
     def rules(self) -> "tuple[superopt_late.RewriteRule, ...]":
-        """By which ops are replaced: the shipped ones on GPUs, none on CPUs."""
-        return () if self.machine == CPU else superopt_late.shipped_rules()
+        """By which ops are replaced."""
+        return shipped_rules(self.machine)
 
     @property
     def max_context(self) -> int:
@@ -128,6 +127,11 @@ class DecodePlan:
     def shares_memory(self) -> bool:
         """Whether programs of library ops communicate through peer memory: those of one stage."""
         return self.peer_memory and self.num_stages == 1
+
+
+def shipped_rules(machine: Machine) -> "tuple[superopt_late.RewriteRule, ...]":
+    """By which ops are replaced on a machine: the shipped ones on GPUs, none on CPUs."""
+    return () if machine == CPU else superopt_late.shipped_rules()
 
 
 def model_mesh(tp: int, pp: int) -> DeviceMesh:

@@ -13,7 +13,13 @@ from functools import partial
 from itertools import dropwhile
 
 from distmega.collecting import gc_paused
-from distmega.engine.decode_plan import DecodePlan, context_limit, num_stages_of, stage_mesh
+from distmega.engine.decode_plan import (
+    DecodePlan,
+    context_limit,
+    num_stages_of,
+    shipped_rules,
+    stage_mesh,
+)
 from distmega.engine.kept_plans import ReadLater
 from distmega.engine.requests import EngineOptions, Experts
 from distmega.errors import PlanError, RequestError, argument, counted
@@ -73,8 +79,8 @@ class StagePlan:
 
     @property
     def rules(self) -> "tuple[superopt_late.RewriteRule, ...]":
-        """By which ops are replaced: the shipped ones on GPUs, none on CPUs."""
-        return () if self.plan.machine == CPU else superopt_late.shipped_rules()
+        """By which ops are replaced."""
+        return shipped_rules(self.plan.machine)
 
     def lower(
         self,
@@ -347,11 +353,15 @@ def lower_decode(
 ) -> DecodePlan:
     """Lowers a decode plan made for `method`. With peer memory the stage's layers are one
     megakernel launch, otherwise it is split where ranks communicate. Where library ops sample
-    (samples_apart), they and what follows from them come after it.
+    (samples_apart), they and what follows from them come after it. CheckError for a program that
+    may race or wait for ever; stages are proven together, as they are opened.
     """
     local = localize(staged.plan)
     apart = choosing_ops(local.program) if samples_apart(method, staged) else ()
-    host = staged.lower(local, megakernel=True, peer_memory=peer_memory, apart=apart)
+    lowered = staged.lower(local, megakernel=True, peer_memory=peer_memory, apart=apart)
+    host = host_late.run_passes(link_stage([StagePart(stage=staged.stage, host=lowered)]))
+    if staged.stage.num_stages == 1:
+        host_late.prove_once(host)
     persistent = [*order_weights(local.program), *local.program.with_role("state")]
     arenas = {
         space: layout_arena(space, (t for t in persistent if tensor_space(t) is space))
@@ -370,7 +380,7 @@ def lower_decode(
         kv_copies=staged.kv_copies,
         fingerprint=staged.fingerprint(),
         allocations={tensor.name: local.allocations[tensor.name] for tensor in persistent},
-        host=host_late.run_passes(link_stage([StagePart(stage=staged.stage, host=host)])),
+        host=host,
         weights=arenas[Space.WEIGHT],
         states=arenas[Space.STATE],
         peer_memory=peer_memory,

@@ -49,7 +49,6 @@ from distmega.errors import (
     argument,
     counted,
 )
-from distmega.hostir import late as host_late
 from distmega.hostir.comm.communicator import Communicator, require_communicator
 from distmega.hostir.comm.nccl import NcclCommunicator
 from distmega.hostir.ir.nodes import FREE
@@ -205,14 +204,11 @@ class Engine(OwnProcess):
         index: int,
         peer_memory: bool,
     ) -> DecodePlan:
-        """The plan of a decode step of a stage, proven where it is the only one."""
+        """The plan of a decode step of a stage."""
         machine = H200 if self.device.type == "cuda" else CPU
         mesh, method = self.mesh, self._method
         plan = late.plan_decode(config, mesh, machine, options, logits, method=method, index=index)
-        made = late.lower_decode(config, plan, options, peer_memory=peer_memory, method=method)
-        if made.num_stages == 1:  # stages are proven together, as they are opened
-            host_late.prove_once(made.host)
-        return made
+        return late.lower_decode(config, plan, options, peer_memory=peer_memory, method=method)
 
     def _share_memory(self, stage: DeviceMesh, options: EngineOptions, node: str) -> bool:
         """share_memory of this rank's stage; all ranks of the mesh ask together."""

@@ -199,8 +199,8 @@ def updates(op: Op) -> Iterator[Access]:
 
 
 def op_form(op: Op, tensors: Sequence[Tensor]) -> Hashable:
-    """All of an op and its tensors, in the order of its accesses, but names of them, of which which
-    are the same: equal for ops of equal layers, and so is whatever rules say of these.
+    """An op and its tensors, in the order of its accesses, without their names; which operands are
+    one tensor is part of it. Equal for ops of equal layers, of which rules say the same.
     """
     names = [tensor.name for tensor in tensors]
     dims = tuple([each.dims for each in (*op.reads, *op.writes)])
@@ -290,7 +290,7 @@ class SoundForms:
                     self._known.add(op_form(op, [tensors[each.tensor] for each in accesses(op)]))
 
 
-MAX_FORMS = 100_000
+MAX_FORMS = 10_000
 _sound, _sound_restated = SoundForms(), SoundForms()
 
 

@@ -43,9 +43,10 @@ class Match:
         """The rule at the program's sizes, unconfirmed."""
         return resized_rule(self.rule, self.sizes, self.constants)
 
-    @property
-    def confirmed(self) -> RewriteRule:
-        """The rule at the program's sizes. VerifyError where it is not as good there."""
+    def confirm(self) -> RewriteRule:
+        """The rule at the program's sizes, compared in floats. VerifyError where it is not as good
+        there.
+        """
         return confirmed_rule(self.rule, self.sizes, self.constants)
 
     @property

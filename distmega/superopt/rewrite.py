@@ -229,7 +229,7 @@ def apply_rules(
         return graph_program(parse_graph(match.sized.graph))
 
     def is_good(match: Match) -> bool:
-        rule = match.confirmed
+        rule = match.confirm()
         graph = parse_graph(rule.graph)
         return rule == match.rule or is_as_good(rule.program, graph, graph_program, 0)
 
@@ -261,7 +261,7 @@ def fuse_graphs(
     def is_good(match: Match) -> bool:
         if is_usable is not None and not is_usable(match.sized):
             return False
-        match.confirmed  # noqa: B018  a comparison in floats, which takes longer; VerifyError
+        match.confirm()  # takes longer
         return True
 
     return _apply(program, rules, (made, is_good), kept, None)

@@ -3,8 +3,8 @@
 In: a rank's program, and which weight follows which in memory, as an arena lays them out. Out: the
 same program in which a weight A@C, the memory from weight A to weight C, is multiplied once, and
 what the products were are views of the result. A gathered operand then has one reader, so that its
-gather may run beside the product, as the cost model says. Used by decode_plan.py and
-prefill_plan.py of distmega/engine/.
+gather may run beside the product, as the cost model says. Used by decode_planner.py
+and prefill_planner.py of distmega/engine/.
 """
 
 import math

@@ -1,7 +1,7 @@
 """What a rank's program takes if every op were a library call, by the cost model.
 
-Comes in: a local program. Goes out: microseconds. Used by decode_plan.py to choose among programs,
-and by the command explain. Next on the walk: cost.py.
+Comes in: a local program. Goes out: microseconds. Used by decode_planner.py to choose among
+programs, and by the command explain. Next on the walk: cost.py.
 """
 
 from collections.abc import Mapping

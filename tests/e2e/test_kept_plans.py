@@ -24,6 +24,8 @@ from distmega.engine.kept_plans import NOTHING_KEPT, KeptPlans
 from distmega.engine.prefill import Prefills
 from distmega.engine.prefill_planner import lower_prefill
 from distmega.engine.requests import EngineOptions
+from distmega.errors import CheckError
+from distmega.hostir.check.check import prove_once
 from distmega.hostir.comm.communicator import SingleCommunicator
 from distmega.kernels import whole
 from distmega.kernels.hopper.plan.encoded import encode_queues
@@ -173,7 +175,6 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path):
     write = f"""
 import os, pathlib, signal
 from distmega.whole_file import replace_file
-from tests.repo.test_layering import is_not_at_start
 with replace_file(pathlib.Path({str(tmp_path / "plan-0.pickle")!r})) as file:
     file.write(b"half")
     file.flush()
@@ -194,6 +195,21 @@ def test_a_decode_plan_is_read_as_it_was_made(decode_plan: DecodePlan, tmp_path:
     for _ in range(2):
         assert process(CONFIG, folder=tmp_path)("decode", (), made) == decode_plan
     assert made.num == 1
+
+
+def test_a_decode_step_is_proven_as_it_is_planned(
+    decode_plan: DecodePlan, monkeypatch: pytest.MonkeyPatch
+):
+    """What is read later is not proven again."""
+
+    def refuse(host: object) -> None:
+        raise CheckError("a race", expected="none", remedy="wait")
+
+    monkeypatch.setattr("distmega.hostir.check.check._prove", refuse)
+    prove_once.cache_clear()
+    with pytest.raises(CheckError, match="a race"):
+        lower_decode(CONFIG, planned_of(decode_plan).staged, decode_plan.options, peer_memory=True)
+    prove_once.cache_clear()
 
 
 def test_what_a_decode_plan_was_made_from_is_read_when_it_is_asked_for(

@@ -105,7 +105,7 @@ def test_draws_are_those_of_the_kernel_logits(
 def sample_as_the_kernel(comm: Communicator, batch: int) -> None:
     """On CPUs, whose kernels can draw: library ops give the same tokens, and those of one rank."""
     sampling = Sampling(temperature=1.0, seed=5)
-    with patch("distmega.engine.decode_plan.samples_apart", return_value=True):
+    with patch("distmega.engine.decode_planner.samples_apart", return_value=True):
         sample_from_logits(comm, batch, 0, 1.0)
         apart = open_sampling(comm, batch, sampling)
     lone = open_sampling(SingleCommunicator(DeviceMesh(tp=1)), batch, sampling)

@@ -2,7 +2,7 @@
 
 Comes in: a configuration, a mesh, a machine. Goes out: an ExplainReport. Reads no weights and
 imports no torch, so that a 70B model takes seconds. Next: text.py and page.py, which show it; on
-the walk, distmega/engine/decode_plan.py.
+the walk, distmega/engine/decode_planner.py.
 """
 
 from collections import Counter

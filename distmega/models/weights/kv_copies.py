@@ -2,7 +2,7 @@
 its query heads are shared out among the copies.
 
 Comes in: a ModelConfig, and how many copies. Goes out: that of a model with the same results.
-Engines choose how many (decode_plan.py). Next: copied_source.py, which reads its weights.
+Engines choose how many (decode_planner.py). Next: copied_source.py, which reads its weights.
 """
 
 from dataclasses import replace

@@ -7,7 +7,7 @@ Used by the files beside this one, which state the ops, and by passes that make 
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -26,7 +26,6 @@ from distmega.program.types import (
     Op,
     Tensor,
     accesses,
-    op_form,
 )
 
 Built = tuple[Op, tuple[Tensor, ...]]
@@ -215,19 +214,8 @@ def as_stated(state: Callable[..., Built]) -> Misfit:
     is_open = any(each.kind == each.VAR_POSITIONAL for each in parameters)
     least = sum(each.default is each.empty for each in parameters) - is_open
     expected = ", ".join(each.name for each in parameters)
-    known: set[Hashable] = set()
 
     def misfit(op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[str, str] | None:
-        if (form := op_form(op, (*reads, *writes))) in known:
-            return None
-        wrong = compare(op, reads, writes)
-        if wrong is None and len(known) < MAX_KNOWN:
-            known.add(form)
-        return wrong
-
-    def compare(
-        op: Op, reads: Sequence[Tensor], writes: Sequence[Tensor]
-    ) -> tuple[str, str] | None:
         operands = [*reads, *writes] if kind_of(op).inplace else reads
         if len(operands) < least or (len(operands) > len(parameters) and not is_open):
             return f"is {op.kind} of {counted(len(operands), 'operand')}", expected
@@ -246,8 +234,6 @@ def as_stated(state: Callable[..., Built]) -> Misfit:
 
 MAX_SHOWN = 400
 """Characters of an op in a message."""
-MAX_KNOWN = 10_000
-"""Forms of ops of a kind that are found right once: layers of a model are alike."""
 
 
 def _types(tensors: Sequence[Tensor]) -> str:
