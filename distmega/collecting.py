@@ -1,7 +1,11 @@
-"""Planning without garbage collection: Python would look again and again for cycles among the many
-objects that a plan is made of, and find none.
+"""What garbage collection does not interrupt.
+
+Planning: Python would look again and again for cycles among the many objects that a plan is made
+of, and find none. Syntax trees: Python 3.11 counts the depth of those that all threads make
+together, and raises SystemError where a collection lets another thread in (python/cpython#106905).
 """
 
+import ast
 import gc
 from collections.abc import Callable
 from functools import wraps
@@ -25,3 +29,7 @@ def gc_paused(function: Callable[P, R]) -> Callable[P, R]:
             gc.enable()
 
     return run
+
+
+parse_tree = gc_paused(ast.parse)
+parse_literal = gc_paused(ast.literal_eval)

@@ -6,14 +6,19 @@ checkers and the layering test see where each name lives. Goes out: the door's `
 runs the statement that has a name.
 """
 
-import ast
+import re
 import sys
 from collections.abc import Callable, Iterator
+from textwrap import dedent
+
+_BLOCK = re.compile(r"^if TYPE_CHECKING:\n((?:[ \t]+.*\n|\n)+)", re.MULTILINE)
+_STATEMENT = re.compile(r"from [\w.]+ import (?:\(([^()]*)\)|(.*))\n+")
+_COMMENT = re.compile(r"#.*")
 
 
 def late_imports(door: str) -> Callable[[str], object]:
     """`__getattr__` of a module: runs the one of its imports for type checkers that has a name."""
-    statements: dict[str, ast.ImportFrom] = {}
+    statements: dict[str, str] = {}
 
     def find(name: str) -> object:
         module = sys.modules[door]
@@ -21,8 +26,8 @@ def late_imports(door: str) -> Callable[[str], object]:
             statements.update(_imported(_source_of(door)))
         if name not in statements:
             raise AttributeError(f"module {door!r} has no attribute {name!r}")
-        statement = ast.Module(body=[statements[name]], type_ignores=[])
-        exec(compile(statement, str(module.__file__), "exec"), vars(module))
+        # of a text, exec would note that Ctrl-C ended it, and Python would end by SIGINT at its end
+        exec(compile(statements[name], str(module.__file__), "exec"), vars(module))
         return vars(module)[name]
 
     return find
@@ -37,10 +42,15 @@ def _source_of(door: str) -> str:
     return source
 
 
-def _imported(source: str) -> Iterator[tuple[str, ast.ImportFrom]]:
-    """Names that a module imports for type checkers, and the statement of each."""
-    for block in ast.parse(source).body:
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
-            for statement in block.body:
-                assert isinstance(statement, ast.ImportFrom), ast.unparse(statement)
-                yield from ((alias.asname or alias.name, statement) for alias in statement.names)
+def _imported(source: str) -> Iterator[tuple[str, str]]:
+    """Names that a module imports for type checkers, and the statement of each. Without a syntax
+    tree, of which Python 3.11 makes none beside another thread's (collecting.py).
+    """
+    for block in _BLOCK.findall(source):
+        text, at = dedent(_COMMENT.sub("", block)).lstrip("\n"), 0
+        while at < len(text):
+            statement = _STATEMENT.match(text, at)
+            assert statement, f"no import of names: {text[at:]!r}"
+            names = (statement[1] or statement[2]).split(",")
+            yield from ((name.split()[-1], statement[0]) for name in names if name.strip())
+            at = statement.end()

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import TypeVar
 
 from distmega.arguments import shown
+from distmega.collecting import parse_tree
 from distmega.errors import ProgramError, counted
 from distmega.program.dtypes import INTEGER_BITS, is_integer
 
@@ -123,7 +124,7 @@ def _parse(text: str) -> Expr:
         if part := next(parts, None):
             raise _too_large(text, part.start() + 1, found, f"{most}")
     try:
-        tree = ast.parse(text, mode="eval").body
+        tree = parse_tree(text, mode="eval").body
     except (SyntaxError, ValueError) as error:
         at = getattr(error, "offset", None)
         raise _unreadable(text, text, at and f"{error.args[0]} at character {at}") from error

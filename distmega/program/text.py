@@ -12,11 +12,11 @@ constant as `#offset`. Groups of rows print as `group.row@place`, the place amon
 vector of their starts.
 """
 
-import ast
 import math
 import re
 from typing import cast
 
+from distmega.collecting import parse_literal
 from distmega.errors import ParseError
 from distmega.program.types import (
     Access,
@@ -227,7 +227,7 @@ def _parse_attr(text: str) -> Attr:
     if len(text) > MAX_ATTR_CHARS:
         raise _too_large(f"an attribute of {len(text)} characters", f"{MAX_ATTR_CHARS}")
     try:
-        value: object = ast.literal_eval(text)
+        value: object = parse_literal(text)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         raise unreadable(text) from error
     if not _is_attr(value, MAX_ATTR_DEPTH):

@@ -13,9 +13,9 @@ table gives it, `#2` where it is fixed, and as two of them, `first..last`, where
 events, or none, the first being behind the last. parse_events(print_events(g), g.program) == g.
 """
 
-import ast
 import re
 
+from distmega.collecting import parse_literal
 from distmega.errors import ParseError
 from distmega.kernels.events.arguments import require
 from distmega.kernels.events.graph import EventGraph, GridDim, GroupRows, TaskGrid
@@ -246,7 +246,7 @@ def _parse_map(line: str, text: str) -> EventMap:
 def _parse_listed(line: str, text: str) -> tuple[tuple[Coordinates, ...], ...]:
     """Events of each task, as [[(0, 1), (0, 2)], [(1, 1)]]."""
     try:
-        tasks: list[list[Coordinates]] = ast.literal_eval(text)
+        tasks: list[list[Coordinates]] = parse_literal(text)
         numbers = [number for events in tasks for event in events for number in event]
     except (ValueError, SyntaxError, TypeError) as error:
         raise _unreadable(line) from error
