@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import triton
 
-from distmega.kernels.runtime import extension_modules  # noqa: F401  none becomes another
+from distmega.collecting import gc_paused
+from distmega.kernels.runtime.extension_modules import make_launcher_beside
 from distmega.kernels.runtime.switching import short_turns
 
 MOST_THREADS = 16
@@ -30,7 +31,7 @@ _num_parsing = 0
 
 def _parse_alone(function: triton.JITFunction) -> Any:
     with _PARSING:
-        return _parse(function)
+        return gc_paused(_parse)(function)
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def compiling(num_kernels: int) -> Iterator[None]:
     threads = min(num_kernels, os.cpu_count() or 1)
     with (
         short_turns(),
-        _parsing_in_turn(),
+        parsing_in_turn(),
         ThreadPoolExecutor(threads) as pool,
         triton.AsyncCompileMode(pool),
     ):
@@ -55,7 +56,7 @@ def launching_nothing(device: torch.device) -> Iterator[None]:
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     with (
         short_turns(),
-        _parsing_in_turn(),
+        parsing_in_turn(),
         ThreadPoolExecutor(threads) as pool,
         triton.AsyncCompileMode(_Loading(pool, device), ignore_errors=True),
     ):
@@ -76,14 +77,18 @@ def launch(
 ) -> None:
     """kernel[grid](...), but within launching_nothing."""
     if launches_nothing():
-        kernel.warmup(*arguments, grid=grid, **options)
+        _here.launched = kernel, arguments, options
+        try:
+            kernel.warmup(*arguments, grid=grid, **options)
+        finally:
+            _here.launched = None
     else:
         kernel[grid](*arguments, **options)
 
 
 class _Loading(Executor):
-    """Threads that load what they have compiled: Triton has a C compiler make each launcher, which
-    takes as long as a small kernel does.
+    """Threads that load what they have compiled. Triton has a C compiler make each launcher, which
+    takes as long as a small kernel does: beside the kernel, of those that `launch` launches.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, device: torch.device) -> None:
@@ -93,21 +98,24 @@ class _Loading(Executor):
             self._index = torch.cuda.current_device() if device.index is None else device.index
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
-        return self._pool.submit(self._load, compile_kernel)
+        launched = getattr(_here, "launched", None)
+        launcher = make_launcher_beside(*launched) if launched else None
+        return self._pool.submit(self._load, compile_kernel, launcher)
 
-    def _load(self, compile_kernel: Callable[[], Any]) -> Any:
+    def _load(self, compile_kernel: Callable[[], Any], launcher: threading.Thread | None) -> Any:
         if self._index >= 0:
             torch.cuda.set_device(self._index)
         kernel = compile_kernel()
-        kernel.run  # noqa: B018  makes the launcher and loads both
+        if launcher is not None:
+            launcher.join()
+        kernel.run  # noqa: B018  makes the launcher, unless it is there, and loads both
         return kernel
 
 
 @contextmanager
-def _parsing_in_turn() -> Iterator[None]:
-    """Within it, until the last such block ends, threads parse kernels one at a time: Python 3.11
-    counts the depth of all threads' syntax trees together, and raises SystemError where the garbage
-    collector lets another thread in (python/cpython#106905).
+def parsing_in_turn() -> Iterator[None]:
+    """Within it, until the last such block ends, threads parse kernels one at a time, and without
+    garbage collection, for others may parse something else (distmega/collecting.py).
     """
     global _num_parsing
     with _guarding:

@@ -6,30 +6,16 @@ kernel; only the first launch does so. A kernel that takes long to compile can b
 host does something else. Next on the walk: hopper/one_row/kernel.py.
 """
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from threading import Thread
-from types import SimpleNamespace
 
 import torch
 import triton
-from triton.runtime import driver
 
 from distmega.kernels.runtime import warm_up
-from distmega.kernels.runtime.ahead import launches_nothing
+from distmega.kernels.runtime.ahead import launches_nothing, parsing_in_turn
+from distmega.kernels.runtime.extension_modules import make_launcher_beside
 from distmega.kernels.runtime.switching import short_turns
-
-_NO_METADATA = SimpleNamespace(
-    global_scratch_size=0,
-    global_scratch_align=1,
-    profile_scratch_size=0,
-    profile_scratch_align=1,
-    launch_cooperative_grid=False,
-    launch_pdl=False,
-)
-"""What a launcher keeps of a compiled kernel and its C code does not depend on."""
-
-_log = logging.getLogger(__name__)
 
 
 class Launcher:
@@ -63,7 +49,8 @@ class Launcher:
             warm_up.finish()
             given = {**self._constants, **self._options}
             make_launcher_beside(self._kernel, arguments, given)
-            compiled = self._kernel.warmup(*arguments, grid=(self._num_programs,), **given)
+            with parsing_in_turn():
+                compiled = self._kernel.warmup(*arguments, grid=(self._num_programs,), **given)
             compiled.run  # noqa: B018  compiles its launcher and loads it
 
         self._preparing = Thread(target=compile_kernel)
@@ -91,45 +78,3 @@ class Launcher:
         launch = self._kernel[(self._num_programs,)]
         compiled = launch(*arguments, **self._constants, **self._options)
         self._run = compiled[(self._num_programs, 1, 1)]
-
-
-def make_launcher_beside(
-    kernel: triton.JITFunction, arguments: Sequence[object], given: Mapping[str, object]
-) -> Thread | None:
-    """Has the C compiler make a kernel's launcher, which depends on its parameters alone, in a
-    thread beside the compilation of the kernel. Triton, which would make it afterwards, finds it in
-    its cache. None, and Triton makes it, where this can't be asked of Triton before it compiles.
-
-    given: constants and options, as in a launch. The caller compiles in its own thread.
-    """
-    try:
-        launcher_of, source = driver.active.launcher_cls, _source_of(kernel, arguments, given)
-    except Exception as error:  # another Triton: what it does not have it makes itself
-        _log.debug("no launcher beside its kernel: %s", error)
-        return None
-
-    def make() -> None:
-        try:
-            launcher_of(source, _NO_METADATA)
-        except Exception as error:  # who compiles meets it again, and reports it
-            _log.debug("no launcher beside its kernel: %s", error)
-
-    thread = Thread(target=make, name="launcher")
-    thread.start()
-    return thread
-
-
-def _source_of(
-    kernel: triton.JITFunction, arguments: Sequence[object], given: Mapping[str, object]
-) -> object:
-    """What Triton compiles in a launch of these arguments, as it puts it together."""
-    _, _, _, backend, bind = kernel.device_caches[driver.active.get_current_device()]
-    known = {
-        **given,
-        "debug": given.get("debug", kernel.debug) or triton.knobs.runtime.debug,
-        "instrumentation_mode": triton.knobs.compilation.instrumentation_mode,
-    }
-    bound, specialization, options = bind(*arguments, **known)
-    packed = kernel._pack_args(backend, known, bound, specialization, options)
-    _, signature, constants, attributes = packed
-    return kernel.ASTSource(kernel, signature, constants, attributes)

@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ import triton
 from triton import language as tl
 from triton.experimental import gluon
 
+import distmega
+from distmega import lazy
+from distmega.collecting import parse_literal
 from distmega.kernels.runtime import ahead
+from distmega.program import expr
 from tests.kernels import offline
 from tests.repo.source import ROOT
 
@@ -57,7 +62,7 @@ def test_threads_that_parse_at_once():
 def test_the_first_of_two_blocks_to_end_leaves_the_other_guarded():
     """As those of two engines that open in two threads."""
     parse = inspect.getattr_static(triton.JITFunction, "parse")
-    one, other = ahead._parsing_in_turn(), ahead._parsing_in_turn()
+    one, other = ahead.parsing_in_turn(), ahead.parsing_in_turn()
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)
@@ -117,3 +122,21 @@ def test_kernels_of_library_ops_are_launched_where_a_block_can_keep_them(room: s
         and isinstance(node.func.slice, ast.Tuple)
     ]
     assert not direct
+
+
+@pytest.mark.usefixtures("yielding_collector")
+def test_threads_that_parse_kernels_beside_those_that_parse_texts():
+    """Of ops, attributes and doors."""
+    texts = [f"a0 + {'(1 + ' * 20}{n}{')' * 20}" for n in range(300)]
+    literals = [repr(((n, (1, (2, (3, (4,))))),)) for n in range(300)]
+    door = Path(distmega.__file__).read_text()
+
+    def parse_texts() -> int:
+        found = [(expr.parse(a), parse_literal(b)) for a, b in zip(texts, literals, strict=True)]
+        return len(found) + len([*lazy._imported(door)])
+
+    num_texts = parse_texts()
+    expr._parse.cache_clear()
+    with ahead.compiling(1), ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(each) for each in (parse_often, parse_texts) * 2]
+    assert [future.result() for future in futures] == [300, num_texts] * 2
