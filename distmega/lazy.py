@@ -26,7 +26,7 @@ def late_imports(door: str) -> Callable[[str], object]:
             statements.update(_imported(_source_of(door)))
         if name not in statements:
             raise AttributeError(f"module {door!r} has no attribute {name!r}")
-        # of a text, exec would note that Ctrl-C ended it, and Python would end by SIGINT at its end
+        # compiled first: Python would kill itself by SIGINT as it exits, had Ctrl-C ended a text
         exec(compile(statements[name], str(module.__file__), "exec"), vars(module))
         return vars(module)[name]
 
@@ -43,8 +43,8 @@ def _source_of(door: str) -> str:
 
 
 def _imported(source: str) -> Iterator[tuple[str, str]]:
-    """Names that a module imports for type checkers, and the statement of each. Without a syntax
-    tree, of which Python 3.11 makes none beside another thread's (collecting.py).
+    """Names that a module imports for type checkers, and the statement of each. No syntax tree is
+    made, since a thread may be making another (collecting.py).
     """
     for block in _BLOCK.findall(source):
         text, at = dedent(_COMMENT.sub("", block)).lstrip("\n"), 0

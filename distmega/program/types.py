@@ -200,7 +200,8 @@ def updates(op: Op) -> Iterator[Access]:
 
 def op_form(op: Op, tensors: Sequence[Tensor]) -> Hashable:
     """An op and its tensors, in the order of its accesses, without their names; which operands are
-    one tensor is part of it. Equal for ops of equal layers, of which rules say the same.
+    one tensor is part of it. Equal for ops of equal layers, of which rules say the same; but not
+    those of attributes, where 1, 1.0 and True are equal.
     """
     names = [tensor.name for tensor in tensors]
     dims = tuple([each.dims for each in (*op.reads, *op.writes)])
@@ -291,6 +292,7 @@ class SoundForms:
 
 
 MAX_FORMS = 10_000
+"""That are remembered at one place."""
 _sound, _sound_restated = SoundForms(), SoundForms()
 
 

@@ -23,6 +23,7 @@ from distmega.kernels.runtime.switching import short_turns
 MOST_THREADS = 16
 _PARSING = threading.Lock()
 _parse = triton.JITFunction.parse
+_parse_uninterrupted = gc_paused(_parse)
 _here = threading.local()
 _guarding = threading.Lock()
 _num_parsing = 0
@@ -31,7 +32,7 @@ _num_parsing = 0
 
 def _parse_alone(function: triton.JITFunction) -> Any:
     with _PARSING:
-        return gc_paused(_parse)(function)
+        return _parse_uninterrupted(function)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from threading import Thread
 from types import ModuleType, SimpleNamespace
 
 import triton
@@ -55,7 +54,7 @@ _load_launchers_apart()
 
 def make_launcher_beside(
     kernel: triton.JITFunction, arguments: Sequence[object], given: Mapping[str, object]
-) -> Thread | None:
+) -> threading.Thread | None:
     """Has the C compiler make a kernel's launcher, which depends on its parameters alone, in a
     thread beside the compilation of the kernel. Triton, which would make it afterwards, finds it in
     its cache. None, and Triton makes it, where this can't be asked of Triton before it compiles.
@@ -74,7 +73,7 @@ def make_launcher_beside(
         except Exception as error:  # who compiles meets it again, and reports it
             _log.debug("no launcher beside its kernel: %s", error)
 
-    thread = Thread(target=make, name="launcher")
+    thread = threading.Thread(target=make, name="launcher")
     thread.start()
     return thread
 

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from distmega.kernels.runtime import warm_up
-from distmega.kernels.runtime.ahead import launches_nothing, parsing_in_turn
+from distmega.kernels.runtime.ahead import launch, launches_nothing, parsing_in_turn
 from distmega.kernels.runtime.extension_modules import make_launcher_beside
 from distmega.kernels.runtime.switching import short_turns
 
@@ -70,11 +70,11 @@ class Launcher:
         if launches_nothing():
             if self._run is None:
                 given = {**self._constants, **self._options}
-                self._kernel.warmup(*arguments, grid=(self._num_programs,), **given)
+                launch(self._kernel, (self._num_programs,), *arguments, **given)
             return
         if self._run is not None:
             self._run(*arguments, *self._constants.values())
             return
-        launch = self._kernel[(self._num_programs,)]
-        compiled = launch(*arguments, **self._constants, **self._options)
+        first = self._kernel[(self._num_programs,)]
+        compiled = first(*arguments, **self._constants, **self._options)
         self._run = compiled[(self._num_programs, 1, 1)]

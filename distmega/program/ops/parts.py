@@ -17,16 +17,7 @@ from distmega.program.dtypes import is_integer
 from distmega.program.kinds import Misfit, kind_of
 from distmega.program.ops.axis_views import access_axes
 from distmega.program.text import print_op
-from distmega.program.types import (
-    MAX_EXTENT,
-    Access,
-    Attr,
-    Axis,
-    Index,
-    Op,
-    Tensor,
-    accesses,
-)
+from distmega.program.types import MAX_EXTENT, Access, Attr, Axis, Index, Op, Tensor, accesses
 
 Built = tuple[Op, tuple[Tensor, ...]]
 """An op and the tensors it declares."""
